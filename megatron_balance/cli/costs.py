@@ -21,9 +21,9 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
+    ATTENTION_RATES,
     BETWEEN_NODES,
     WITHIN_NODE,
-    default_attention_rate,
     exchange_flops_per_token,
     find_profile,
     find_shape,
@@ -81,7 +81,7 @@ class Costs:
     @property
     def default_rate(self) -> float:
         """The rate that training takes without a flag, in bf16."""
-        return default_attention_rate(has_experts=self.shape is not None and self.shape.num_experts > 0, fp8=False)
+        return ATTENTION_RATES["moe" if self.shape is not None and self.shape.num_experts else "dense", "bf16"]
 
     @property
     def name(self) -> str:

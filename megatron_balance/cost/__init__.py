@@ -1,14 +1,10 @@
 """The cost of a sample: from FLOPs, from measured seconds, from tokens; and of context-parallel communication."""
 
-from __future__ import annotations
-
 from megatron_balance.cost.calibration import Calibration, fit_seconds
 from megatron_balance.cost.model import MAX_TOTAL_COST, MICROBATCH_TOKENS, CostModel
 from megatron_balance.cost.rates import (
     ATTENTION_RATES,
     BETWEEN_NODES,
-    WITHIN_NODE,
-    default_attention_rate,
     exchange_flops_per_token,
     find_profile,
     profiles,
@@ -20,10 +16,8 @@ __all__ = [
     "BETWEEN_NODES",
     "MAX_TOTAL_COST",
     "MICROBATCH_TOKENS",
-    "WITHIN_NODE",
     "Calibration",
     "CostModel",
-    "default_attention_rate",
     "exchange_flops_per_token",
     "find_profile",
     "fit_seconds",

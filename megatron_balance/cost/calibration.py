@@ -63,10 +63,9 @@ class Calibration:
 
     def extrapolation(self, longest: int) -> str:
         """A notice where sequences are longer than those that were measured; empty where they are not."""
-        seen = self.origin.get("longest_sequence")
-        if not isinstance(seen, int) or longest <= seen:
-            return ""
-        return f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
+        seen = self.origin.get("longest_sequence", longest)
+        said = f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
+        return said if longest > seen else ""
 
     def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
         """The costs of one of `model_parallel_size` ranks, which share tokens and heads; each pays for launches."""

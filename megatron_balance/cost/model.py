@@ -88,17 +88,14 @@ class CostModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(map(tuple, self.windows)))  # JSON has lists
-        coefficients = {name: value for name, value in vars(self).items() if name != "windows"}
-        for window, coefficient in self.windows:
-            coefficients[f"windows[{window}]"] = coefficient
-            if type(window) is not int or window < 1:
-                raise BalanceError(f"CostModel.windows has a window of {window!r} tokens: it must be at least 1.")
-        for name, value in coefficients.items():
+        given = [(name, value) for name, value in vars(self).items() if name != "windows"]
+        given += [(f"windows[{window}]", value) for window, cost in self.windows for value in (window, cost)]
+        for name, value in given:
             if type(value) is not int or value < 0:
                 raise BalanceError(
                     f"CostModel.{name} is {value!r}: it must be a non-negative integer (scale and round fractions)."
                 )
-        if not any(coefficients.values()):
+        if not any(value for _, value in given):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
 
     @classmethod

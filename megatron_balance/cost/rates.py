@@ -21,7 +21,8 @@ from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.model.shape import ModelShape
 
 ATTENTION_RATES = {("dense", "bf16"): 0.6, ("dense", "fp8"): 0.4, ("moe", "bf16"): 2.0, ("moe", "fp8"): 2.0}
-"""The attention rate that loses least over all profiles of a kind of model and a precision (`scripts/bench rates`)."""
+"""The rate of attention over the linear rate to plan with where none was measured, by kind of model and precision: what
+loses least over all profiles of these (`scripts/bench rates`)."""
 
 WITHIN_NODE = 450e9
 """Bytes a second that one GPU receives by NVLink: an H100 has 900 GB/s in both directions (NVIDIA H100 data sheet)."""
@@ -52,11 +53,6 @@ def find_profile(name: str) -> dict[str, Any]:
             f"of {', '.join(profiles())}, or measure your own run (megatron-balance fit)."
         )
     return profiles()[name]
-
-
-def default_attention_rate(*, has_experts: bool, fp8: bool) -> float:
-    """The rate of attention over the linear rate to plan with where none was measured."""
-    return ATTENTION_RATES["moe" if has_experts else "dense", "fp8" if fp8 else "bf16"]
 
 
 def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflops: float = ASSUMED_TFLOPS) -> int:

@@ -1,7 +1,5 @@
 """Lengths of samples: read from files, or drawn from named distributions."""
 
-from __future__ import annotations
-
 from megatron_balance.lengths.read import MAX_LENGTH, read_lengths
 from megatron_balance.lengths.synthetic import SYNTHETIC_LENGTHS, synthetic_lengths
 

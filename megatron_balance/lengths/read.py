@@ -32,7 +32,7 @@ MAX_ARCHIVE_NBYTES = 2**31
 DEFAULT_KEYS = ("length", "num_tokens")
 """Names under which a length is looked for when no key is given."""
 
-_RawLengths = tuple[NDArray[Any] | list[object], Callable[[int], str]]
+_RawLengths = tuple[NDArray[Any] | Sequence[object], Callable[[int], str]]
 """Values as read, and the place of the i-th."""
 
 
@@ -71,7 +71,7 @@ def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int6
         raise BalanceError(f"{file} is not {what}: {error}") from error
 
 
-def _checked(file: Path, raw: NDArray[Any] | list[object], place: Callable[[int], str]) -> NDArray[np.int64]:
+def _checked(file: Path, raw: NDArray[Any] | Sequence[object], place: Callable[[int], str]) -> NDArray[np.int64]:
     """Raw values as int64 `[num_samples]`; raises at the first value that is no length."""
     if len(raw) == 0:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
@@ -158,10 +158,8 @@ def _read_csv(file: Path, key: str | None) -> _RawLengths:
         numbered = numbered[1:]
     elif key is not None or len(first) > 1:
         raise BalanceError(f"{file} has {len(first)} columns and no header line; add one that names `length`.")
-    for number, row in numbered:
-        if column >= len(row):
-            raise BalanceError(f"{file}, line {number} has {len(row)} columns; the length is column {column + 1}.")
-    return [row[column].strip() for _, row in numbered], lambda index: f"line {numbered[index][0]}"
+    cells = ["".join(row[column : column + 1]).strip() or "missing" for _, row in numbered]
+    return cells, lambda index: f"line {numbered[index][0]}"
 
 
 def _read_parquet(file: Path, key: str | None) -> _RawLengths:

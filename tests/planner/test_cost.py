@@ -16,7 +16,6 @@ from megatron_balance.cost import (
     ATTENTION_RATES,
     MAX_TOTAL_COST,
     Calibration,
-    default_attention_rate,
     exchange_flops_per_token,
     find_profile,
     fit_seconds,
@@ -79,8 +78,8 @@ def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
         ({"linear": -1}, "linear is -1"),
         ({"quadratic": 0.5}, "quadratic is 0.5"),
         ({"per_microbatch": True}, "per_microbatch is True"),
-        ({"windows": ((0, 1),)}, "window of 0 tokens"),
         ({"windows": ((4, -1),)}, r"windows\[4\] is -1"),
+        ({"windows": ((-4, 1),)}, r"windows\[-4\] is -4"),
         ({}, "no coefficient above zero"),
     ],
 )
@@ -175,8 +174,7 @@ def test_the_default_rate_lies_among_those_published(models: str, precision: str
     published = [
         rate_of(one) for one in profiles().values() if (one["models"], one["precision"]) == (models, precision)
     ]
-    rate = default_attention_rate(has_experts=models == "moe", fp8=precision == "fp8")
-    assert 0.9 * min(published) <= rate <= 1.1 * max(published)
+    assert 0.9 * min(published) <= ATTENTION_RATES[models, precision] <= 1.1 * max(published)
 
 
 # Seconds of a file ---------------------------------------------------------------------------------------------------

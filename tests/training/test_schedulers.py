@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost import default_attention_rate
+from megatron_balance.cost import ATTENTION_RATES
 from megatron_balance.mcore import packing_scheduler
 from megatron_balance.mcore.packing_scheduler import RankLists, plan_rank_lists, register, scheduler_class
 
@@ -226,7 +226,7 @@ def test_flops_are_weighed_as_in_a_run_by_flops(args_are: Any, monkeypatch: pyte
     monkeypatch.setattr(packing_scheduler, "build_data_schedule", build)
     assert scheduler_class(Stock)(400, 1, 2, None).get_groups_and_subsamples([(0, 300), (1, 100)]) == [[[0], [1]]]
     shape = ModelShape.from_megatron_args(run_args())
-    weighed = {"attention_tflops": default_attention_rate(has_experts=False, fp8=False)}
+    weighed = {"attention_tflops": ATTENTION_RATES["dense", "bf16"]}
     assert seen == [CostModel.from_shape(shape, **weighed)]
 
 

@@ -19,9 +19,9 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
+    ATTENTION_RATES,
     BETWEEN_NODES,
     WITHIN_NODE,
-    default_attention_rate,
     exchange_flops_per_token,
 )
 from megatron_balance.mcore.options import Options, cautions
@@ -163,7 +163,8 @@ def costs_of(
     else:
         rate, reason = options.get("balance_attention_rate"), "--balance-attention-rate"
         if rate is None:
-            rate = default_attention_rate(has_experts=bool(options.get("num_experts")), fp8=bool(options.get("fp8")))
+            kind = "moe" if options.get("num_experts") else "dense"
+            rate = ATTENTION_RATES[kind, "fp8" if options.get("fp8") else "bf16"]
             reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
         says = (f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.",)
         cost_model = CostModel.from_shape(
