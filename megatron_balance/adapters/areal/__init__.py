@@ -76,7 +76,7 @@ def install(
     """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
 
     Args:
-        cost: `tokens` or `flops`; by default flops where there is a model, else tokens.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model, else tokens.
         model: preset name, path of a Hugging Face config.json, or ModelShape.
         ep_size: expert-parallel ranks.
         single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
