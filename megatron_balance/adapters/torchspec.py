@@ -241,10 +241,8 @@ def _get_status(settings: Settings, stock: Function, controller: Any) -> dict[st
 
 def _window_of(controller: Any, settings: Settings) -> DispatchWindow:
     """The controller's window, made on first use: the class is hooked before a controller exists."""
-    if not hasattr(controller, "_balance_window"):
-        size = controller.dispatch_batch_size
-        controller._balance_window = DispatchWindow(settings.window, dispatch_batch_size=size)
-    return controller._balance_window
+    made = DispatchWindow(settings.window, dispatch_batch_size=controller.dispatch_batch_size)
+    return vars(controller).setdefault("_balance_window", made)
 
 
 def _result_length(result: Any) -> int:

@@ -196,15 +196,12 @@ def layer_cost(model: str, *, num_heads: int, head_dim: int) -> CostModel:
 
 
 def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1) -> Any:
-    """The cost of sequences in int64, whatever the integer type of their lengths: a tensor, an array or an int.
+    """The cost of sequences in int64, whatever the integer type of their lengths: a tensor, or what numpy takes.
 
     int32 lengths, which a KeyedJaggedTensor often has, would wrap: 8192 tokens at 4 heads of 256 are far over 2**31.
     """
-    if isinstance(lengths, torch.Tensor):
-        lengths = lengths.to(torch.int64)
-    elif not isinstance(lengths, int):
-        lengths = np.asarray(lengths, dtype=np.int64)
-    num_tokens = lengths * tokens_per_entry
+    is_tensor = isinstance(lengths, torch.Tensor)
+    num_tokens = (lengths.to(torch.int64) if is_tensor else np.asarray(lengths, dtype=np.int64)) * tokens_per_entry
     return cost_model.linear * num_tokens + cost_model.quadratic * num_tokens * num_tokens
 
 

@@ -132,10 +132,8 @@ def hook_trainers() -> None:
 
 def _calculate_workload(settings: Settings, seqlen_list: Any) -> torch.Tensor:
     """int64 costs of the lengths' shape, on their device; `[num_rows]` for a nested tensor of the rows themselves."""
-    if isinstance(seqlen_list, torch.Tensor):
-        lengths = nested_lengths(seqlen_list) if seqlen_list.is_nested else seqlen_list.long()
-    else:
-        lengths = torch.tensor([int(length) for length in seqlen_list], dtype=torch.int64)
+    given = torch.as_tensor(seqlen_list)
+    lengths = nested_lengths(given) if given.is_nested else given.long()
     costs = row_costs(lengths.cpu().numpy(), cost_model=settings.cost_model)
     return torch.from_numpy(costs).to(lengths.device)
 
