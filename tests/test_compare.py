@@ -86,6 +86,7 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
     for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, 7 * seconds / 4)):
         content = figures_of(tmp_path, *arguments, *ranks, "--model", "Qwen3-8B")
         stock = content["policies"]["stock"]
+        assert content["topology"]["etp_size"] == content["topology"]["tp_size"]  # Megatron's default
         assert stock["seconds_per_step"] == pytest.approx(expected)
         assert stock["tokens_per_second_per_gpu"] == pytest.approx(4096 / expected / num_gpus)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tomllib
+
 import megatron_balance
 
 ROOT = Path(__file__).parents[1]
@@ -38,11 +40,13 @@ def test_public_names_exist_and_are_few() -> None:
     assert issubclass(megatron_balance.BalanceError, ValueError)
 
 
-def test_version_is_the_one_in_pyproject() -> None:
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    assert declared is not None
-    assert megatron_balance.__version__ == declared[1]
-    assert f"## {declared[1]}" in (ROOT / "CHANGELOG.md").read_text()
+def test_versions_are_those_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert megatron_balance.__version__ == project["version"]
+    assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    least = project["requires-python"].removeprefix(">=")  # fault: the README said another
+    for page in ("README.md", "docs/quickstart.md"):
+        assert f"Python {least} or newer" in " ".join((ROOT / page).read_text().split())
 
 
 def test_find_python_passes_over_a_shim_that_fails(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def _measured(meeting: Meeting, *, places: Sequence[_Place], flags: Sequence[str
     fastest, speed = (_NUM_BYTES / seconds for seconds in (min(of_ranks), of_ranks[slowest]))
     yield Finding(
         True,
-        f"ranks receive {_NUM_BYTES >> 20} MiB from another host at {fastest / 1e6:.0f} to {speed / 1e6:.0f} MB/s, "
+        f"ranks receive {_NUM_BYTES >> 20} MiB from far ranks at {speed / 1e6:.0f} to {fastest / 1e6:.0f} MB/s, "
         f"slowest on rank {slowest} ({places[slowest].host})",
     )
     needs, most = "the first step needs TCP on all ports between these addresses", 0.0
