@@ -68,16 +68,18 @@ _Binding = tuple[Any, str, Any, Any]
 
 
 class Patches:
-    """Installed hooks. `undo()` removes them, last first."""
+    """Puts objects in the place of others. `undo()` restores those, last first."""
 
     def __init__(self, bindings: list[_Binding]) -> None:
         self._bindings = bindings
+        for owner, name, _, wrapped in bindings:
+            setattr(owner, name, wrapped)
 
     def undo(self) -> None:
-        """Restore the original functions.
+        """Restore the original objects.
 
         Raises:
-            BalanceError: someone else has wrapped one of them since; nothing is changed then.
+            BalanceError: someone else has replaced one of them since; nothing is changed then.
         """
         for owner, name, _, wrapped in self._bindings:
             if vars(owner).get(name) is not wrapped:
@@ -102,27 +104,23 @@ def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
                 f"cannot hook {hook.target} in {version}: {error.args[0]}. Use a supported version, or train without "
                 "balancing."
             ) from error
-    for owner, name, _, wrapped in bindings:
-        setattr(owner, name, wrapped)
     return Patches(bindings)
 
 
 def _bindings(hook: Hook) -> list[_Binding]:
     home, name = _owner(hook.home), hook.target[len(hook.home) + 1 :]
-    stored = vars(home).get(name)
-    static = isinstance(stored, staticmethod)  # unwrapped before it is wrapped, and wrapped again after
-    target = stored.__func__ if static else stored
-    if not callable(target):
+    target = vars(home).get(name)
+    if not callable(target) or isinstance(target, staticmethod):
         raise LookupError(f"{home.__name__} has no function {name}")
     taken = inspect.signature(target).parameters
     if missing := [parameter for parameter in hook.parameters if parameter not in taken]:
         raise LookupError(f"it no longer takes {', '.join(missing)}")
-    wrapped = staticmethod(hook.wrap(target)) if static else hook.wrap(target)
+    wrapped = hook.wrap(target)
     owners = [_owner(place) for place in hook.places]
     for place, owner in zip(hook.places, owners, strict=True):
-        if vars(owner).get(name) is not stored:
+        if vars(owner).get(name) is not target:
             raise LookupError(f"{place}.{name} is not that function (replaced, or imported otherwise)")
-    return [(owner, name, stored, wrapped) for owner in owners]
+    return [(owner, name, target, wrapped) for owner in owners]
 
 
 def _owner(path: str) -> Any:

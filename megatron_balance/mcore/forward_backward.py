@@ -27,7 +27,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import holding
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect
-from megatron_balance.mcore.model_keywords import RouterPadding, called_with_packs, packed_params_of
+from megatron_balance.mcore.model_keywords import called_with_mask, called_with_packs, packed_params_of, router_masks
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
@@ -45,9 +45,8 @@ class BalancedForwardBackward:
     """Replaces the result of `get_forward_backward_func` while a run balances.
 
     Every rank of the world makes one, and with it all process groups of the run; `args` are those of Megatron's own
-    loop. `last_step` is the data of the newest
-    step, for logs and tests; `in_step` while Megatron's schedule runs balanced micro-batches; `pipeline_shapes` are
-    those of its messages, None where Megatron's stages exchange them.
+    loop. `last_step` is the data of the newest step, for logs and tests; `in_step` while Megatron's schedule runs
+    balanced micro-batches; `pipeline_shapes` are those of its messages, None where Megatron's stages exchange them.
     """
 
     def __init__(self, settings: Settings, *, log: RunLog, args: Namespace | None) -> None:
@@ -82,7 +81,7 @@ class BalancedForwardBackward:
             if taken := connect(self.context.by_size):
                 log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         self.observer = Watch(settings, layout=layout, planner=planner, log=log) if planner.loads_data else None
-        self._padding = RouterPadding(topology, layout.own) if settings.counts_router_tokens else None
+        self._layout: Any = {"topology": topology, "place": layout.own}
 
     @property
     def evaluates(self) -> bool:
@@ -207,9 +206,9 @@ class BalancedForwardBackward:
         self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
     ) -> Schedule:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
-        padding, slots = self._padding, step.slots
-        masks = [] if padding is None else padding.masks(slots, model=model)
-        starts = packed_params_of(slots, topology=self._settings.topology) if self._settings.unpad is not None else []
+        settings, slots = self._settings, step.slots
+        masks = router_masks(slots, model=model, **self._layout) if settings.counts_router_tokens else []
+        starts = packed_params_of(slots, topology=settings.topology) if settings.unpad is not None else []
         slot_of: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
 
         @functools.wraps(forward_step_func)
@@ -224,8 +223,8 @@ class BalancedForwardBackward:
                 # Tensor-parallel ranks allocate receive buffers by these, and MoE layers view activations by them.
                 shape = {"seq_length": slots.num_tokens[slot], "micro_batch_size": 1, "context_parallel_size": cp_size}
                 stack.enter_context(self._with_args(**shape))
-                if padding is not None:
-                    stack.enter_context(padding.given(masks[slot], model=model))
+                if masks:
+                    stack.enter_context(called_with_mask(masks[slot], model=model, **self._layout))
                 if starts:
                     stack.enter_context(called_with_packs(starts[slot], model=model))
                 if observer is not None:

@@ -29,8 +29,6 @@ from megatron_balance.mcore.packing_scheduler import register
 from megatron_balance.mcore.run import CurrentRun, current, run_of_megatron
 from megatron_balance.mcore.setup.flags import add_balance_args
 
-__all__ = ["HOOKS", "SUPPORTED_VERSIONS", "current", "hooks_of", "install", "installation", "supported_version"]
-
 SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""
 

@@ -14,7 +14,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,53 +27,47 @@ from megatron_balance.samples.packing import padding_mask, sequence_starts
 from megatron_balance.topology import Topology
 
 
-@dataclass(frozen=True)
-class RouterPadding:
-    """Padding masks for the model chunks of this rank."""
+def router_masks(slots: Slots, *, model: Any, topology: Topology, place: Place) -> list[Tensor]:
+    """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
 
-    topology: Topology
-    place: Place
+    One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
+    """
+    for chunk in model if isinstance(model, list) else [model]:
+        _refuse_without(
+            chunk,
+            "padding_mask",
+            "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
+            "--moe-router-enable-expert-bias",
+            "train without these flags or --balance-*",
+        )
+    leaf = place.dp * topology.cp_size + place.cp
+    masks = [
+        padding_mask(
+            lengths,
+            num_tokens=num_tokens,
+            token_multiple=topology.at_cp_size(size).token_multiple,
+            cp_size=size,
+            cp_rank=leaf % size,
+        )
+        for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
+    ]
+    whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
+    return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
 
-    def masks(self, slots: Slots, *, model: Any) -> list[Tensor]:
-        """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
 
-        One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
-        """
-        for chunk in model if isinstance(model, list) else [model]:
-            _refuse_without(
-                chunk,
-                "padding_mask",
-                "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
-                "--moe-router-enable-expert-bias",
-                "train without these flags or --balance-*",
-            )
-        leaf = self.place.dp * self.topology.cp_size + self.place.cp
-        masks = [
-            padding_mask(
-                lengths,
-                num_tokens=num_tokens,
-                token_multiple=self.topology.at_cp_size(size).token_multiple,
-                cp_size=size,
-                cp_rank=leaf % size,
-            )
-            for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
-        ]
-        whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
-        return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
+def called_with_mask(mask: Tensor, *, model: Any, topology: Topology, place: Place) -> AbstractContextManager[None]:
+    """Have a chunk called with a router mask in this context, or with the share of a sequence-parallel rank.
 
-    def given(self, mask: Tensor, *, model: Any) -> AbstractContextManager[None]:
-        """Have a chunk called with one of the masks in this context, or with the share of a sequence-parallel rank.
+    GPTModel splits a mask itself, and on the first pipeline stage only.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.utils import unwrap_model
 
-        GPTModel splits a mask itself, and on the first pipeline stage only.
-        """
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.utils import unwrap_model
-
-        inner: Any = unwrap_model(model)
-        splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
-        if self.topology.sequence_parallel and not splits:
-            mask = mask.chunk(self.topology.tp_size, dim=1)[self.place.tp]
-        return _called_with(model, padding_mask=mask)
+    inner: Any = unwrap_model(model)
+    splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
+    if topology.sequence_parallel and not splits:
+        mask = mask.chunk(topology.tp_size, dim=1)[place.tp]
+    return _called_with(model, padding_mask=mask)
 
 
 def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import Patches
 from megatron_balance.mcore.setup.settings import costs_of_args, topology_of
 from megatron_balance.planner import DataSchedule, build_data_schedule
 from megatron_balance.topology import Limits, Topology
@@ -164,38 +164,20 @@ def _filled(schedule: DataSchedule) -> RankLists:
     return slots
 
 
-class Registration:
-    """Our schedulers in Megatron's `scheduler_map`."""
-
-    def __init__(self, schedulers: dict[Any, type[Any]], *, ours: dict[Any, type[Any]]) -> None:
-        self._schedulers, self._ours = schedulers, ours
-        self._stock = {key: schedulers[key] for key in ours}
-        schedulers.update(ours)
-
-    def undo(self) -> None:
-        """Restore Megatron.
-
-        Raises:
-            BalanceError: someone else has changed one of them since; nothing is changed then.
-        """
-        if any(self._schedulers.get(key) is not scheduler for key, scheduler in self._ours.items()):
-            raise BalanceError(f"The schedulers of {SEAM} were replaced after ours were put there: undo that first.")
-        self._schedulers.update(self._stock)
-
-
-def register() -> Registration | None:
+def register() -> Patches | None:
     """Put our schedulers in the place of those of Megatron's `scheduler_map`; None where it has none of these names.
 
-    Main keys the map by members of an enumeration, dev by their names.
+    Main keys the map by members of an enumeration, dev by their names; both ask the module for it in every step.
     """
-    schedulers = getattr(importlib.import_module(SEAM), "scheduler_map", None) or {}
-    names = {key: getattr(key, "value", key) for key in schedulers}
+    module = importlib.import_module(SEAM)
+    stock = getattr(module, "scheduler_map", None) or {}
+    names = {key: getattr(key, "value", key) for key in stock}
     ours = {
-        key: scheduler_class(schedulers[key], dynamic_cp=DYNAMIC_CP[name])
+        key: scheduler_class(stock[key], dynamic_cp=DYNAMIC_CP[name])
         for key, name in names.items()
         if name in DYNAMIC_CP
     }
-    return Registration(schedulers, ours=ours) if ours else None
+    return Patches([(module, "scheduler_map", stock, stock | ours)]) if ours else None
 
 
 def _args() -> Any:

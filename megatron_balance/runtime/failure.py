@@ -77,19 +77,7 @@ def disagreement(
     said = ranks_by_value(problems, group=group).items()
     if failed := [f"{ranks} cannot go on: {problem}" for problem, ranks in said if problem is not None]:
         return " | ".join(failed[:MAX_NAMED])
-    if differ := differences(settings, group=group):
-        return (
-            f"Ranks were started differently: {differ}. Give every rank the same command line and the same "
-            "installation."
-        )
-    return ""
-
-
-def differences(settings: Sequence[Mapping[str, str]], *, group: dist.ProcessGroup | None = None) -> str:
-    """Differences between ranks, as text: `max_tokens_per_gpu is 4096 on ranks 0, 2 and 8192 on rank 1`; or nothing.
-
-    A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
-    """
+    # A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
     phrases: dict[bool, list[str]] = {True: [], False: []}
     for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
         ranks = ranks_by_value((of_rank.get(name, "not set") for of_rank in settings), group=group)
@@ -98,7 +86,8 @@ def differences(settings: Sequence[Mapping[str, str]], *, group: dist.ProcessGro
             phrases[all(name in of_rank for of_rank in settings)].append(phrase)
     found = phrases[True] or phrases[False]
     more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return "; ".join(found[:MAX_NAMED]) + more
+    advice = "Give every rank the same command line and the same installation."
+    return f"Ranks were started differently: {'; '.join(found[:MAX_NAMED])}{more}. {advice}" if found else ""
 
 
 def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
