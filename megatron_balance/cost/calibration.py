@@ -43,7 +43,7 @@ RATE_SPREAD = 0.6
 """How far, as a logarithm, attention's rate over that of all else is expected to be from what the run planned with."""
 
 EXCHANGE_SPREAD = 1.5
-"""The same of the exchange, assumed from a link. A run that does not tell either keeps what it planned with."""
+"""The same for the exchange, which a link's speed gave. A run that shows neither keeps what it planned with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Calibration:
 
     Attributes:
         costs: in attoseconds; `cp_exchange` is 0 where it was not measured.
-        held_out_error: median relative error on micro-batches that were not fitted; None where none were kept.
+        held_out_error: median relative error on micro-batches that were not fitted; None if none were kept.
         origin: conditions of the measurement: device, clock, versions, `longest_sequence`, the most tokens seen, and
             where FLOPs are known `linear_tflops` and `attention_tflops` of a GPU.
     """
@@ -101,8 +101,8 @@ class Calibration:
 class Measurements:
     """Measured micro-batches, and the sequences of all slots that they may be of.
 
-    `tokens` are of each measured micro-batch; `core` and `received` of each sequence on each of its ranks: attention in
-    units of the run's cost model, and tokens with keys and values that it gets from others.
+    `tokens` are those of each measured micro-batch; `core` and `received` are of each sequence on each of its ranks:
+    attention in units of the run's cost model, and tokens with keys and values that it gets from others.
     """
 
     seconds: Floats

@@ -61,10 +61,9 @@ class CostModel:
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
-        cp_exchange: cost of receiving one token's keys and values from another context-parallel rank, which attention
-            hides as far as it takes as long. Plans with dynamic context-parallel sizes use it; see `at_cp_size`.
-        cp_received: cost of receiving one token's keys and values on all ranks, where all samples are shared by the
-            same number of them; as far as attention takes less, it is waited for.
+        cp_exchange: cost of receiving one token's keys and values from another context-parallel rank; a rank waits only
+            for what takes longer than its attention. Plans with dynamic context-parallel sizes use it, by `at_cp_size`.
+        cp_received: the same summed over all ranks, where the same number of them shares every sample.
         image_linear: cost per patch of an image in the vision encoder and the projector.
         image_quadratic: cost per squared patch of an image.
 
@@ -139,7 +138,7 @@ class CostModel:
                 raise BalanceError(f"CostModel.from_shape: {name} is {rate!r}: give a finite rate above 0.")
         slowdown, unfused = Fraction(linear_tflops) / Fraction(attention_tflops), pack_tokens and not shape.dsa_fused
         gemm, loss = 3 - (shape.lora_rank > 0), shape.dsa_indexer_loss
-        # Of GEMMs, and of half an attention core, whose backward pass is two and a half times its forward.
+        # How often a GEMM runs, and half of an attention core: twice forward, five times backward.
         passes = {"dsa_indexer": (1 + loss, 2 + 4 * loss), "dsa_target": (0, 2)}  # the indexer's input is detached
         linear = expert_linear = 0
         halves: Counter[int] = Counter()  # of cores, by window; 0 where there is none

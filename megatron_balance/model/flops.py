@@ -32,6 +32,12 @@ class Layer:
     window: int = 0
 
 
+def hybrid_parts(pattern: str) -> list[str]:
+    """Symbols of the layers of a hybrid model's decoder, then those of each multi-token-prediction depth."""
+    main, *depths = pattern.replace("|", "").split("/")
+    return [main, *filter(None, depths)]
+
+
 _LATENT = ("kv_lora_rank", "qk_head_dim", "v_head_dim")
 
 NEEDED: dict[str, tuple[str, ...]] = {

@@ -36,7 +36,8 @@ source and the published number of parameters."""
 
 _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _NAMES: dict[str, list[str]] = _TABLE["names"]
-"""Keys that hold a field of a ModelShape, the first that a file has; a field that is not here has its own name."""
+"""By field of a ModelShape, or by subject, the keys that may hold it: the first that a file has counts. Another name is
+the key itself."""
 
 
 def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:

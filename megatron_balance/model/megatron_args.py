@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import NEEDED
+from megatron_balance.model.flops import NEEDED, hybrid_parts
 
 _OPTIONAL = {
     "moe": ("moe_shared_expert_intermediate_size", "moe_latent_size"),
@@ -65,7 +65,7 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     hidden_size, heads = need("hidden_size"), need("num_attention_heads")
     # --hybrid-override-pattern is the older name; validate_args moves it.
     hybrid = get("hybrid_layer_pattern") or get("hybrid_override_pattern") or ""
-    main, *depths = hybrid.replace("|", "").split("/")
+    main, *depths = hybrid_parts(hybrid)
     num_layers = len(main) if hybrid else need("num_layers")
     # validate_args: with SwiGLU two thirds of 4h, a multiple of 64, so that the parameters stay as many.
     ffn_hidden_size = get("ffn_hidden_size") or (8 * hidden_size // 3 // 64 * 64 if get("swiglu") else 4 * hidden_size)
@@ -94,7 +94,7 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
         "multi_latent_attention": latent,
         "hybrid_layer_pattern": hybrid,
         "lora_rank": get("lora_rank"),  # no flag of Megatron's: Bridge's configuration has it
-        "mtp_num_layers": len([depth for depth in depths if depth]) if hybrid else get("mtp_num_layers"),
+        "mtp_num_layers": len(depths) if hybrid else get("mtp_num_layers"),
     }
     if kinds["dsa"]:
         freq, offset = get("dsa_indexer_topk_freq") or 1, max(get("dsa_indexer_skip_topk_offset"), 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import NEEDED, Layer, num_parameters
+from megatron_balance.model.flops import NEEDED, Layer, hybrid_parts, num_parameters
 from megatron_balance.model.hf_config import PRESETS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
 from megatron_balance.model.vision import VisionEncoder, check_sizes
@@ -53,7 +53,7 @@ class ModelShape:
         multi_latent_attention: attention is MLA.
         q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim: its widths.
         dsa_indexer_topk: keys a query attends to under DeepSeek sparse attention; 0 for none. Every layer with
-            multi-latent attention is sparse then, but for the `+` of a hybrid pattern.
+            multi-latent attention is sparse then, except the `+` of a hybrid pattern.
         dsa_indexer_n_heads, dsa_indexer_head_dim: sizes of the indexer that picks them.
         dsa_indexer_layers: `[num_layers]`, 1 for a sparse layer with an indexer of its own, 0 for one that takes an
             earlier layer's keys; () when all have one.
@@ -128,7 +128,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        main, *depths = self._hybrid_parts()
+        main, *depths = hybrid_parts(self.hybrid_layer_pattern)
         window = (0, 0) if self.window_size is None else self.window_size
         layers, latent = (self.num_layers, self.mtp_num_layers), self.multi_latent_attention or bool(main)
         heads, experts = self.num_attention_heads, self.num_experts
@@ -227,7 +227,7 @@ class ModelShape:
         Each depth repeats the decoder's last layer (get_gpt_mtp_block_spec), with its own count of layers from 1,
         which decides its window; a hybrid model's pattern has the layers of a depth.
         """
-        parts = [[HYBRID_LAYERS[symbol] for symbol in part] for part in self._hybrid_parts()]
+        parts = [[HYBRID_LAYERS[symbol] for symbol in part] for part in hybrid_parts(self.hybrid_layer_pattern)]
         if not self.hybrid_layer_pattern:
             attention = "attention"
             if self.multi_latent_attention:
@@ -252,10 +252,6 @@ class ModelShape:
             for part in parts
             for index, layer in enumerate(part)
         )
-
-    def _hybrid_parts(self) -> list[str]:
-        main, *depths = self.hybrid_layer_pattern.replace("|", "").split("/")
-        return [main, *filter(None, depths)]
 
     def _is_pattern(self, name: str) -> bool:
         pattern: tuple[int, ...] = getattr(self, name)
