@@ -75,6 +75,11 @@ class Topology:
         return self.dp_size * self.cp_size
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs of the run. Experts are spread over those that are there already."""
+        return self.num_leaves * self.tp_size * self.pp_size
+
+    @property
     def dynamic_cp_sizes(self) -> tuple[int, ...]:
         """Context-parallel sizes that a micro-batch may have, rising.
 

@@ -29,11 +29,8 @@ from megatron_balance.record import RunRecord, is_record, line_of, read_record, 
 from megatron_balance.record.step import dealt
 from megatron_balance.topology import Limits, Topology
 
-MAX_SAMPLES = 2**13
-"""Samples planned without --steps, so that planning takes seconds."""
-
-SYNTHETIC_STEPS = 10
-"""Global batches drawn for `synthetic:NAME` when neither N nor --steps is given."""
+MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
+SYNTHETIC_STEPS = 10  # global batches of `synthetic:NAME` without N and --steps
 
 _EPILOG = f"""\
 lengths, in the order of training:
@@ -51,19 +48,19 @@ examples:
 
 policies (their flags are printed below the table):
   stock         Megatron's own sampler: sample i on rank i % dp_size, one sample a micro-batch
-  packed        every rank packs the samples it loaded, first fit
-  balance-data  samples move, ranks are made even in tokens
-  by-flops      samples move, ranks are made even in FLOPs of --model
-  calibrated    samples move, ranks are made even in the seconds of --cost seconds.json
-  dynamic-cp    the last of these, each micro-batch with a context-parallel size of its own, where training allows it
+  packed        every rank packs the samples that it loaded, first fit
+  balance-data  samples move so that every rank has as many tokens
+  by-flops      samples move so that every rank has as many FLOPs, those of --model
+  calibrated    samples move so that every rank takes as long, by --cost seconds.json
+  dynamic-cp    the last of these, and each micro-batch has a context-parallel size of its own, where training allows it
 
 columns, means over the steps:
   step s         predicted time, forward and backward; with --device or a seconds.json
-  tokens/s/GPU   tokens of your samples, padding not counted, by that time and by all GPUs (dp*cp*tp*pp)
-  speed          predicted time under stock over this policy's
-  imbalance      slowest over mean, of ranks that wait for one another; the bubble of a pipeline is not counted
-  over bound     predicted time above a lower bound that no schedule can beat
-  headroom       room below the token cap in the fullest micro-batch of all steps; below 0: one sample is longer
+  tokens/s/GPU   tokens of your samples, without padding, by that time and by all GPUs (dp*cp*tp*pp)
+  speed          predicted time of stock over that of the policy
+  imbalance      slowest over mean, of ranks that wait for one another; without the bubble of a pipeline
+  over bound     predicted time above a bound that no plan can beat
+  headroom       room below the cap in the fullest micro-batch of all steps; below 0, one sample is longer than the cap
   CP             ranks that share a token by context parallelism
 
 FLOPs are those this package plans by: causal attention once, 3x for a GEMM and 3.5x for attention, no recomputation,
@@ -163,9 +160,13 @@ def run(args: argparse.Namespace) -> int:
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
     batches = _batches(args, record=record, topology=topology, limits=limits)
-    print(_inputs(batches, cost=costs.text(topology)))
-    longest = max(int(batch.segments.max()) for batch in batches)
-    if costs.calibration is not None and (notice := costs.calibration.extrapolation(longest)):
+    lengths = np.concatenate([batch.segments for batch in batches])
+    print(
+        f"{sum(batch.lengths.size for batch in batches)} samples in {len(batches)} steps. Lengths: mean "
+        f"{lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: "
+        f"{costs.text(topology)}."
+    )
+    if costs.calibration is not None and (notice := costs.calibration.extrapolation(int(lengths.max()))):
         print(f"Note: {notice}")
     refusal = costs.why_not_dynamic(replace(topology, dynamic_cp=True))
     if refusal and costs.name != "tokens":
@@ -233,10 +234,9 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
 
 def _batches(
     args: argparse.Namespace, *, record: RunRecord | None, topology: Topology, limits: Limits
-) -> list[Problem]:
+) -> Sequence[Problem]:
     """The global batches to plan, in the order of training, without an incomplete last one, as in Megatron."""
     dp_size, size, steps = topology.dp_size, args.global_batch_size, args.steps
-    batches: list[Problem]
     if record is None:
         lengths = _lengths(args, most=(steps or SYNTHETIC_STEPS) * size)
         num_steps = steps or max(lengths.size // size, 1)
@@ -277,15 +277,6 @@ def _lengths(args: argparse.Namespace, *, most: int) -> NDArray[np.int64]:
     if args.shuffle is not None:
         lengths = lengths[np.random.default_rng(args.shuffle).permutation(lengths.size)]
     return lengths
-
-
-def _inputs(batches: Sequence[Problem], *, cost: str) -> str:
-    lengths = np.concatenate([batch.segments for batch in batches])
-    num_samples = sum(batch.lengths.size for batch in batches)
-    return (
-        f"{num_samples} samples in {len(batches)} steps. Lengths: mean {lengths.mean():.0f}, median "
-        f"{np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: {cost}."
-    )
 
 
 _COLUMNS = {

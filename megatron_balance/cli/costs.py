@@ -37,8 +37,7 @@ from megatron_balance.record import RunRecord
 from megatron_balance.report.figures import TimeScale
 from megatron_balance.topology import Topology
 
-GPUS_PER_NODE = 8
-"""Runs on at most this many GPUs are assumed to be on one node."""
+GPUS_PER_NODE = 8  # assumed: a run on at most as many is on one node
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,13 +197,8 @@ def ranks_of_sample(topology: Topology) -> int:
     return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
 
 
-def num_gpus(topology: Topology) -> int:
-    """GPUs of the run. Experts are spread over those that are there already."""
-    return topology.num_leaves * topology.pp_size * topology.tp_size
-
-
 def _link(topology: Topology) -> tuple[float, str]:
     """GB/s between context-parallel ranks, and what they are assumed for."""
-    if num_gpus(topology) <= GPUS_PER_NODE:
+    if topology.num_gpus <= GPUS_PER_NODE:
         return WITHIN_NODE / 1e9, f"at most {GPUS_PER_NODE} GPUs"
     return BETWEEN_NODES / 1e9, "several nodes"

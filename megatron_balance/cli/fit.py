@@ -37,11 +37,8 @@ Three steps are enough where lengths differ. The first step of a run is left out
 are of this model, precision and kind of GPU; other tensor- and context-parallel sizes are taken to share them evenly.
 """
 
-NOTABLE_ERROR = 0.2
-"""A median error above this is warned of."""
-
-TOLD_APART = 0.05
-"""Attention's least part of the longest sequence's time by which its rate can be told."""
+NOTABLE_ERROR = 0.2  # median; above it, `fit` warns
+TOLD_APART = 0.05  # least part of the longest sequence's time that attention must have for its rate to be known
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,13 +99,11 @@ def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
 
 def measurements(record: RunRecord) -> Measurements:
     """All micro-batches that were measured and waited for no other rank."""
-    parts: list[Measurements] = []
-    num_slots = 0
-    for step in record.steps:
-        part = _of_step(step, info=record.info, first_slot=num_slots)
-        num_slots += step.cp_size_grid.size
-        if part.seconds.size:
-            parts.append(part)
+    first_slots = np.cumsum([0, *(step.cp_size_grid.size for step in record.steps)]).tolist()
+    of_steps = [
+        _of_step(step, info=record.info, first_slot=at) for step, at in zip(record.steps, first_slots, strict=False)
+    ]
+    parts = [part for part in of_steps if part.seconds.size]
     if len(parts) > LEAST_STEPS and parts[0].steps[0] == 1:
         parts = parts[1:]  # it allocates memory, compiles and connects
     if not parts:

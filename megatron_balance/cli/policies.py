@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cli.costs import Costs, num_gpus
+from megatron_balance.cli.costs import Costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.planner import Problem, build_data_schedule, is_makespan, resolve_objective
 from megatron_balance.record import RunInfo, StepRecord
@@ -77,7 +77,7 @@ class PolicyResult(PolicyFigures):
             "name": self.policy.name,
             "flags": self.policy.flags,
             "seconds_per_step": self.seconds / len(self.steps),
-            "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * num_gpus(info.topology)),
+            "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * info.topology.num_gpus),
             "speedup": self.speedup(stock),
             "over_bound": self.mean("over_bound") - 1,
             "padding": self.mean("padding_fraction"),
@@ -160,13 +160,10 @@ def recommend(results: Sequence[PolicyResult]) -> tuple[PolicyResult, list[str]]
     stock = results[0]
     allowed = [result for result in results if result.seconds <= stock.seconds]
     fitting = [result for result in allowed if result.fits] or allowed
-    at_one_size = [result for result in fitting if not result.policy.dynamic_cp]
-    dynamic = [result for result in fitting if result.policy.dynamic_cp]
-    fastest = min((result.seconds for result in at_one_size), default=float("inf"))
-    if dynamic and dynamic[0].seconds < fastest * (1 - DYNAMIC_WORTH):
-        chosen = dynamic[0]
-    else:
-        chosen = next(result for result in at_one_size if result.seconds * (1 - WORTH) <= fastest)
+    fastest = min((result.seconds for result in fitting if not result.policy.dynamic_cp), default=float("inf"))
+    worth = [result for result in fitting if result.seconds * (1 - WORTH) <= fastest]
+    dynamic = [one for one in worth if one.policy.dynamic_cp and one.seconds < fastest * (1 - DYNAMIC_WORTH)]
+    chosen = (dynamic or worth)[0]
     return chosen, list(_reasons(chosen, results=results))
 
 

@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from megatron_balance.planner import (
     DataSchedule,
     Problem,
-    ScheduleMetrics,
     batch_of,
-    plan_metrics,
     slowest_over_mean,
     waiting,
 )
@@ -81,10 +79,6 @@ class StepRecord(Problem):
     def imbalance(self, grid: NDArray[np.float64]) -> float:
         """`slowest_over_mean` of costs or measured seconds, by the objective of the step."""
         return slowest_over_mean(grid, objective=self.objective, topology=self.topology)
-
-    def metrics(self) -> ScheduleMetrics:
-        """Figures of the step by its cost model."""
-        return plan_metrics(self, self.slot_of, self.cp_size_grid)
 
     def places(self) -> NDArray[np.int64]:
         """`[num_rows, num_microbatches]` the value of `slot_of` for the samples of each micro-batch."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import ScheduleMetrics, is_makespan, waiting
+from megatron_balance.planner import ScheduleMetrics, is_makespan, plan_metrics, waiting
 from megatron_balance.record import RunRecord, StepRecord
 
 Floats = NDArray[np.float64]
@@ -83,7 +83,7 @@ class PolicyFigures:
     @cached_property
     def metrics(self) -> tuple[ScheduleMetrics, ...]:
         """`[num_steps]` judged by each step's cost model."""
-        return tuple(step.metrics() for step in self.steps)
+        return tuple(plan_metrics(step, step.slot_of, step.cp_size_grid) for step in self.steps)
 
     def mean(self, name: str) -> float:
         """A figure of the metrics, mean over the steps."""
@@ -169,8 +169,7 @@ class RunFigures:
         per_token, steps = (1 - rate) * model.linear + model.expert_linear, self.record.steps
         costs = [rate * float(model.exact_costs(step.segments).sum()) for step in steps]
         flops = np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
-        num_gpus = ranks.num_leaves * ranks.tp_size * ranks.pp_size
-        return float(flops[known].sum() / (policy.times[known].sum() * num_gpus * peak * 1e12))
+        return float(flops[known].sum() / (policy.times[known].sum() * ranks.num_gpus * peak * 1e12))
 
     @property
     def median_error(self) -> float:

@@ -193,7 +193,7 @@ def _exchange(
     # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and torchrun puts
     # consecutive ranks on a node.
     here, ranks_of_group = local_world_size() or 1, topology.tp_size * topology.dynamic_cp_sizes[-1]
-    spans_nodes = topology.num_leaves * topology.tp_size * topology.pp_size > here and here % ranks_of_group
+    spans_nodes = topology.num_gpus > here and here % ranks_of_group
     link, where = (BETWEEN_NODES, "between nodes") if spans_nodes else (WITHIN_NODE, "within a node")
     assumed = exchange_flops_per_token(
         shape(),
