@@ -34,19 +34,22 @@ def plan(
     cost_model: CostModel,
     topology: Topology,
     limits: Limits,
-    num_segments: NDArray[np.int64] | None = None,
     home_ranks: NDArray[np.int64] | None = None,
 ) -> DataSchedule:
     """This package's plan of a batch, checked; arguments as for `build_data_schedule`."""
-    shared: dict[str, Any] = {"limits": limits, "num_segments": num_segments}
-    own: dict[str, Any] = {"cost_model": cost_model, "topology": topology, "home_ranks": home_ranks, **shared}
+    own: dict[str, Any] = {
+        "cost_model": cost_model,
+        "topology": topology,
+        "limits": limits,
+        "home_ranks": home_ranks,
+    }
     if cp_size is None:
         return build_data_schedule(lengths, **own).check()
     fixed = build_data_schedule(
         lengths,
         cost_model=shared_cost(cost_model, cp_size=cp_size),
         topology=replace(topology.at_cp_size(cp_size), dp_size=topology.num_leaves // cp_size),
-        **shared,
+        limits=limits,
     )
     rank, slot = np.divmod(fixed.slot_of, fixed.num_microbatches)
     is_run = fixed.slot_counts().reshape(fixed.cp_size_grid.shape) > 0

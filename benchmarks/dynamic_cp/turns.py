@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _plan_in_turn(lengths: Any, **rest: Any) -> DataSchedule:
-    kept = {name: rest[name] for name in ("cost_model", "topology", "limits", "num_segments", "home_ranks")}
+    kept = {name: rest[name] for name in ("cost_model", "topology", "limits", "home_ranks")}
     return plan(lengths, cp_size=POLICIES[policy_of_step(next(_STEPS))], **kept)
 
 
