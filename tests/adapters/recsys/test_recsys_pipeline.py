@@ -12,6 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from commons.distributed.batch_shuffler_factory import BatchShufflerFactory
+from commons.pipeline import train_pipeline  # noqa: F401  # registers the pipelines
+from commons.pipeline.train_pipeline_factory import TrainPipelineFactory
+from commons.sequence_batch.batch import BaseBatch
+from megatron.core import parallel_state
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 pytestmark = pytest.mark.checkout
@@ -22,8 +26,6 @@ BATCH_SIZE = 64
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks() -> Iterator[None]:
-    from megatron.core import parallel_state
-
     dist.init_process_group()
     parallel_state.initialize_model_parallel()
     yield
@@ -32,7 +34,6 @@ def ranks() -> Iterator[None]:
 
 def batches(rank: int) -> Iterator[Any]:
     """Upstream's batches, which remember whether they were copied; the items of a row are its number."""
-    from commons.sequence_batch.batch import BaseBatch
 
     @dataclass
     class Batch(BaseBatch):
@@ -71,9 +72,6 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("name", ["jagged_none", "jagged_sparse_dist", "jagged_prefetch_sparse_dist"])
 def test_rows_move_after_the_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from commons.pipeline import train_pipeline  # noqa: F401  # registers the pipelines
-    from commons.pipeline.train_pipeline_factory import TrainPipelineFactory
-
     shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=4, head_dim=64)
     workloads_of, were_copied = shuffler.get_workloads, []
 
