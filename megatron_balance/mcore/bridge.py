@@ -8,7 +8,7 @@ function by value, and passes it to `train_step` with the model and the configur
 built at the first step or evaluation, as for a hand-written loop (`loop.py`).
 
 Invariant: nothing of Bridge's configuration, data set or forward step is changed; a step's batches have the keys that
-its forward step reads (`samples/attention_keys.py`).
+its forward step reads (`samples.with_attention_keys`).
 """
 
 from __future__ import annotations
