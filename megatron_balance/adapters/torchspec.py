@@ -241,8 +241,10 @@ def _get_status(settings: Settings, stock: Function, controller: Any) -> dict[st
 
 def _window_of(controller: Any, settings: Settings) -> DispatchWindow:
     """The controller's window, made on first use: the class is hooked before a controller exists."""
-    made = DispatchWindow(settings.window, dispatch_batch_size=controller.dispatch_batch_size)
-    return vars(controller).setdefault("_balance_window", made)
+    if not hasattr(controller, "_balance_window"):  # it is asked for a hundred times a second
+        size = controller.dispatch_batch_size
+        controller._balance_window = DispatchWindow(settings.window, dispatch_batch_size=size)
+    return controller._balance_window
 
 
 def _result_length(result: Any) -> int:

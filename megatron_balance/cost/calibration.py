@@ -1,4 +1,4 @@
-"""Seconds of micro-batches, fitted to a run and kept in seconds.json.
+"""Fits the seconds of micro-batches to a run's record, and keeps them in seconds.json.
 
     seconds = per_microbatch + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 

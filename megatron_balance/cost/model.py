@@ -88,7 +88,10 @@ class CostModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(map(tuple, self.windows)))  # JSON has lists
         given = [(name, value) for name, value in vars(self).items() if name != "windows"]
-        given += [(f"windows[{window}]", value) for window, cost in self.windows for value in (window, cost)]
+        given += [(f"windows[{window}]", cost) for window, cost in self.windows]
+        for window, _ in self.windows:
+            if type(window) is not int or window < 1:
+                raise BalanceError(f"CostModel.windows has a window of {window!r} tokens: it must be at least 1.")
         for name, value in given:
             if type(value) is not int or value < 0:
                 raise BalanceError(

@@ -38,6 +38,8 @@ _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_atten
 _NAMES: dict[str, list[str]] = _TABLE["names"]
 """By field of a ModelShape, or by subject, the keys that may hold it: the first that a file has counts. Another name is
 the key itself."""
+_SWITCHES = {"gated_mlp", "attn_output_gate", "use_sliding_window", *_TABLE["refused_keys"]}
+"""Keys that may be true or false."""
 
 
 def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:
@@ -95,7 +97,10 @@ class _Keys:
         if key is None:
             return default
         self.used.add(key)
-        return self._values[key]
+        value = self._values[key]
+        if isinstance(value, bool) and key not in _SWITCHES:  # it would count as 1
+            raise BalanceError(f"{key} is {value} in the Hugging Face config: it must be a number.")
+        return value
 
     def need(self, name: str) -> Any:
         value = self.get(name)

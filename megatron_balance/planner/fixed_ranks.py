@@ -98,10 +98,10 @@ def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
 
 
 def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
-    """The part of each item, of nearly the same cost: as ranks with one micro-batch, or by largest differencing.
+    """The part of each item, of nearly the same cost: by largest differencing, or as ranks with one micro-batch.
 
     With `equal_count` every part holds the same number of items, or at most one more where that does not divide. Parts
-    of any number are never costlier than those.
+    of any number are at most costlier than those by one part in `NEAR_ENOUGH`.
     """
     ways: list[Ints] = []
 

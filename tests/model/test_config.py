@@ -110,6 +110,9 @@ def test_a_missing_or_absurd_value_is_named() -> None:
         ModelShape.from_hf_config({})
     with pytest.raises(BalanceError, match="value of a wrong kind"):
         ModelShape.from_hf_config(LLAMA | {"num_attention_heads": "four"})
+    for name in ("num_hidden_layers", "sliding_window", "n_shared_experts"):  # a truth value counts as 1 in Python
+        with pytest.raises(BalanceError, match=f"{name} is True"):
+            ModelShape.from_hf_config(LLAMA | EXPERTS | {name: True, "model_type": "mistral"})
     # Fault: checks of integers depended on how annotations are evaluated.
     with pytest.raises(BalanceError, match=r"VisionEncoder\.hidden_size is 8\.5"):
         replace(ModelShape.preset("Qwen3-VL-8B").vision, hidden_size=8.5)

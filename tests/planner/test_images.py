@@ -76,6 +76,9 @@ def test_a_nested_config_has_the_same_encoder() -> None:
     assert ModelShape.from_hf_config(nested) == ModelShape.from_hf_config(flat)
     with pytest.raises(BalanceError, match=r"spatial_merge_size is missing.*'qwen2_5_vl'"):
         ModelShape.from_hf_config(flat | {"vision_config": {"depth": 32}})
+    for name in ("depth", "patch_size", "temporal_patch_size"):  # a truth value counts as 1 in Python
+        with pytest.raises(BalanceError, match=f"{name} is True in the Hugging Face config"):
+            ModelShape.from_hf_config(flat | {"vision_config": flat["vision_config"] | {name: True}})
 
 
 def test_sizes_of_an_encoder_are_checked() -> None:

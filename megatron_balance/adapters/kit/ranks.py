@@ -6,7 +6,8 @@ Needs torch, which an adapter may be imported without.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -87,25 +88,25 @@ def _pack(
     costs = row_costs(rows, cost_model=cost_model).reshape(-1, size).sum(axis=1)
     needed = max(least, -(-int(tokens.sum()) // max_tokens), 1)
     needed = -(-needed // multiple) * multiple
+
+    @functools.cache
+    def filled() -> list[Ints]:
+        topology, limits = Topology(1, microbatch_multiple=multiple), Limits(max_tokens)
+        schedule = build_data_schedule(
+            tokens, cost_model=CostModel.tokens(), topology=topology, limits=limits, objective="step"
+        )
+        return [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
+
     for count in range(needed, tokens.size + 1, multiple):
-        for slots in _attempts(costs, tokens, count, multiple, max_tokens):
+        # Even costs; even tokens where those do not keep the cap; a plan filled bin by bin, which may still do.
+        for values in (costs, tokens, None):
+            slots = filled() if values is None else even_parts(values, num_parts=count, equal_count=False)
             if len(slots) == count and all(slot.size and tokens[slot].sum() <= max_tokens for slot in slots):
                 return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
     raise BalanceError(
         f"{tokens.size} rows (or groups of them) for {needed} micro-batches under {flag} {max_tokens}, a multiple of "
         f"{multiple} and as many as on every rank: none may be empty. Give each rank more rows or raise {flag}."
     )
-
-
-def _attempts(costs: Ints, tokens: Ints, count: int, multiple: int, max_tokens: int) -> Iterator[list[Ints]]:
-    """Even costs; even tokens where those do not keep the cap; a plan filled bin by bin, which may still do."""
-    for values in (costs, tokens):
-        yield even_parts(values, num_parts=count, equal_count=False)
-    topology, limits = Topology(1, microbatch_multiple=multiple), Limits(max_tokens)
-    schedule = build_data_schedule(
-        tokens, cost_model=CostModel.tokens(), topology=topology, limits=limits, objective="step"
-    )
-    yield [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
 
 
 def move_rows(
