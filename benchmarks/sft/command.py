@@ -143,7 +143,7 @@ def section(figures: Mapping[str, Any]) -> str:
     speeds = "\n\n".join(f"{name}:\n\n{_speed(policies)}" for name, policies in figures["speed"].items())
     return f"""### Speed of `--sft`
 
-Trains the quickstart's model on {speed.NUM_RANKS} data-parallel CPU ranks, on conversations made of Python's standard
+Trains a GPT of two layers on {speed.NUM_RANKS} data-parallel CPU ranks, on conversations made of Python's standard
 library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the busiest rank, the mean of
 {speed.NUM_STEPS - speed.WARM_UP_STEPS} steps; a factor is that of the row above over this one. *Without padding*
 (`--use-dynamic-batch-size`) packs samples instead of filling rows up.

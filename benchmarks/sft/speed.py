@@ -2,7 +2,7 @@
 
 Stock `--sft` fills every row up to `--seq-length` and computes the filling. `--use-dynamic-batch-size` packs the rows
 without it; `--balance-data` and `--balance-by-flops` then even out the ranks. So the table has a row for each flag, and
-each factor is that flag's own. One conversation a row, the whole built-in corpus, the model of the quickstart.
+each factor is that flag's own. One conversation a row, the whole built-in corpus.
 
 Invariant: every run trains on the same samples from the same weights, and its losses are stock's within rounding.
 """
@@ -25,7 +25,6 @@ MODEL_FLAGS = (
     f"--ffn-hidden-size 384 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size 24 "
     f"--train-iters {NUM_STEPS} --seed 5 --split 100,0,0 --vocab-size 258"
 )
-"""The model of the quickstart."""
 
 _PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
 POLICIES = {

@@ -15,14 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from panels import Bar, Panel
 
-RECORDS = Path(__file__).parents[2] / "build" / "quickstart" / "turns"
+RESULT = Path(__file__).parents[2] / "build" / "quickstart" / "result.json"
 POLICIES = {"stock": "Stock Megatron", "balance_by_flops": "Balanced by FLOPs", "dynamic_cp": "With dynamic CP"}
-
-
-def cpu_seconds(policy: str) -> NDArray[np.float64]:
-    """`[num_ranks, num_steps]` CPU seconds of the steps of a policy, those after its first."""
-    ranks = [map(json.loads, path.read_text().splitlines()) for path in sorted(RECORDS.glob("rank*.jsonl"))]
-    return np.array([[step["cpu_seconds"] for step in steps if step["policy"] == policy][1:] for steps in ranks])
 
 
 def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
@@ -50,7 +44,8 @@ def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
 
 def panels(policies: Sequence[str] = tuple(POLICIES)) -> list[Panel]:
     """The measured timelines, one a policy."""
-    seconds = {policy: cpu_seconds(policy) for policy in policies}
+    figures = json.loads(RESULT.read_text())["policies"]
+    seconds = {policy: np.array(figures[policy]["cpu_seconds"]) for policy in policies}
     longest = max(of_policy.max() for of_policy in seconds.values())
     return [panel(POLICIES[policy], seconds[policy], longest=longest) for policy in policies]
 

@@ -12,8 +12,11 @@ processor and torch:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import platform
+import struct
 import subprocess
 import sys
 import threading
@@ -134,6 +137,15 @@ def train(
     if process.returncode:
         raise RunFailed(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-8000:]}")
     return Recorded(read_records(record, num_ranks=num_ranks), output)
+
+
+def share_a_core() -> None:
+    """Put this process and its children on one core, in turns of 0.1 s: Linux' 1.4 ms cost 4 % in caches refilled."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    number = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
+    if number is not None:  # of sched_setattr(2), whose sched_runtime is the length of a turn since Linux 6.12
+        attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_BATCH, 0, 0, 0, 100_000_000, 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
 def read_records(record: Path, *, num_ranks: int) -> list[list[dict[str, Any]]]:
