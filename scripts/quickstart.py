@@ -1,14 +1,13 @@
 """See it work, without a GPU: the same training under five policies, side by side.
 
-Trains a small model with Megatron's own loop on four ranks, on functions and classes of Python's standard library.
-In one run the policies take turns, step by step (policy_turns.py), and each of them meets every global batch. From the
-first batches `megatron-balance fit` learns seconds, which predict the others; those run twice, and the lesser seconds
-count, since what else a machine does only adds. A second run, the beginning of the same training, has all flags in
-every step, as a user sets them. Prints one table, writes build/quickstart/result.json, draws the second run's record as
-build/quickstart/report.html, and fails where balancing changes a loss.
+Trains a small model with Megatron's own loop on four ranks, on functions and classes of Python's standard library: a
+few steps with all flags in each, as a user sets them, and then the same training with policies that take turns, step by
+step (policy_turns.py), so that each meets every global batch. From the first batches `megatron-balance fit` learns
+seconds, which predict the others; those run twice, and the lesser seconds count, since what else a machine does only
+adds. Prints one table, writes result.json and the first run's report.html, and fails where balancing changes a loss.
 
-All ranks share one core: on several, a rank is slower while its neighbours work, so stock steps, in which most ranks
-wait, would look cheaper than they are.
+In turns all ranks share one core: on several, a rank is slower while its neighbours work, so stock steps, in which most
+ranks wait, would look cheaper than they are.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from policy_turns import POLICIES, policy_of_step
 from sft_dataset import builtin_samples
 from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, share_a_core, train
 
+from megatron_balance import CostModel
 from megatron_balance.cli.compare import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.record import read_record
+from megatron_balance.record import StepRecord, read_record
 from megatron_balance.report import run_figures, write_page
 
 OUT = ROOT / "build" / "quickstart"
@@ -39,7 +39,8 @@ GLOBAL_BATCH_SIZE = 24
 SEQ_LENGTH = 4096
 FITTED = slice(1, 5)  # rounds, each of a global batch under all policies; the first pays for allocations
 MEASURED = (slice(5, 10), slice(10, 15))  # the same batches twice
-TRAIN_ITERS = {"turns": MEASURED[-1].stop * len(POLICIES), "all_flags": 2 * len(POLICIES)}
+NUM_COMPARED = 2  # steps of each policy, whose losses must be those of the run with all flags
+TRAIN_ITERS = {"turns": MEASURED[-1].stop * len(POLICIES), "all_flags": NUM_COMPARED * len(POLICIES)}
 SEED = 5  # of the samples
 MAX_LOSS_DIFFERENCE = ALLOWANCES["fp32"].loss
 
@@ -58,18 +59,17 @@ FLAGS = (
 
 def main() -> int:
     """Train, compare, and report; the exit code says whether the losses agree."""
-    share_a_core()
     data = OUT / "data.jsonl"
     OUT.mkdir(parents=True, exist_ok=True)
     _write_data(data)
-    turns = _train("turns", script=RECORD_STEPS.with_name("policy_turns.py"), data=data)
     all_flags = _train("all_flags", script=RECORD_STEPS, data=data)
-    policies = _figures(turns, all_flags=all_flags, calibration=_fitted_costs())
+    share_a_core()
+    turns = _train("turns", script=RECORD_STEPS.with_name("policy_turns.py"), data=data)
+    policies = _figures(turns, all_flags=all_flags, costs=_fitted_costs())
     (OUT / "result.json").write_text(json.dumps({"policies": policies}, indent=1) + "\n")
     _print_table(policies)
-    print("Written to build/quickstart/result.json")
     write_page(run_figures(read_record(OUT / "all_flags_record")), out=OUT / "report.html")
-    print("Steps rank by rank, before and after: open build/quickstart/report.html in a browser")
+    print("Written to build/quickstart/result.json. Steps rank by rank: open build/quickstart/report.html in a browser")
     worst = max(figures["max_loss_difference"] for figures in policies.values())
     if worst > MAX_LOSS_DIFFERENCE:
         print(f"Losses differ by {worst:.1e} relatively: more than {MAX_LOSS_DIFFERENCE:.1e}.")
@@ -80,9 +80,8 @@ def main() -> int:
 def _write_data(path: Path) -> None:
     """Global batches of samples drawn at random, each of them for every policy, in the order of pretrain_sft."""
     corpus = [sample for sample in builtin_samples() if sample.learned[1 : SEQ_LENGTH + 1].any()]
-    num_batches = MEASURED[0].stop
-    drawn = np.random.default_rng(SEED).permutation(len(corpus))[: num_batches * GLOBAL_BATCH_SIZE]
-    rounds = drawn.reshape(num_batches, GLOBAL_BATCH_SIZE)
+    drawn = np.random.default_rng(SEED).permutation(len(corpus))[: MEASURED[0].stop * GLOBAL_BATCH_SIZE]
+    rounds = drawn.reshape(-1, GLOBAL_BATCH_SIZE)
     rounds = np.concatenate([rounds, *(rounds[MEASURED[0]] for _ in MEASURED[1:])])
     batches = np.repeat(rounds, len(POLICIES), axis=0).ravel()
     rows = [""] * batches.size
@@ -98,7 +97,6 @@ def _train(name: str, *, script: Path, data: Path) -> Recorded:
     flags += ["--train-iters", str(TRAIN_ITERS[name])]
     if name == "turns":
         flags += ["--no-balance-overlap"]
-    started = time.monotonic()
 
     def show(line: str) -> None:
         iteration = re.search(r"iteration\s+(\d+)/", line)
@@ -106,11 +104,11 @@ def _train(name: str, *, script: Path, data: Path) -> Recorded:
             print(f"\r{name}: step {iteration[1]} of {TRAIN_ITERS[name]}", end="\r", flush=True)
 
     run = train(OUT / name, flags, num_ranks=NUM_RANKS, script=script, on_line=show)
-    print(f"{name}: {TRAIN_ITERS[name]} steps in {time.monotonic() - started:.0f} s with start-up")
+    print(f"{name}: {TRAIN_ITERS[name]} steps")
     return run
 
 
-def _fitted_costs() -> Calibration:
+def _fitted_costs() -> CostModel:
     """The seconds of micro-batches, as a user would fit them to the first steps of a training."""
     first, path = OUT / "first_turns_record", OUT / "seconds.json"
     first.mkdir(exist_ok=True)
@@ -121,40 +119,43 @@ def _fitted_costs() -> Calibration:
         (first / file.name).write_text("".join(kept))
     command = [sys.executable, "-m", "megatron_balance", "fit", str(first), "--out", str(path)]
     subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-    return Calibration.read(path)
+    return Calibration.read(path).cost_model()
 
 
-def _figures(turns: Recorded, *, all_flags: Recorded, calibration: Calibration) -> dict[str, dict[str, Any]]:
+def _figures(turns: Recorded, *, all_flags: Recorded, costs: CostModel) -> dict[str, dict[str, Any]]:
     """Figures of each policy for the table and result.json; means over the measured global batches."""
     plans = {step.iteration - 1: step for step in read_record(OUT / "turns_record").steps}
     cpu_seconds = np.array([[step["cpu_seconds"] for step in rank] for rank in turns.ranks])
     steps_of = {name: [i for i in range(TRAIN_ITERS["turns"]) if policy_of_step(i) == name] for name in POLICIES}
     policies: dict[str, dict[str, Any]] = {}
     for policy, steps in steps_of.items():
-        stock = policy == "stock"  # has no plan of its own: that of the same batches' packed steps tells it
-        planned = [plans[i].stock() if stock else plans[i] for i in steps_of["packed" if stock else policy]]
-        costs = [replace(plan, cost_model=calibration.cost_model()).costs.sum(axis=1) for plan in planned]
-        passes = np.array(costs).T / UNITS_PER_SECOND
+        recorded = [plans[i] for i in steps_of["packed" if policy == "stock" else policy]]
+        planned = [plan.stock() for plan in recorded] if policy == "stock" else recorded
+        passes = _passes(planned, costs=costs)
+        # Stock steps are in no record: their passes differ from packed ones as the fit says.
+        differ = passes - _passes(recorded, costs=costs)
+        seconds = differ + np.array([np.nansum(plan.seconds, axis=1) for plan in recorded]).T
         # Planning, moving samples, gradients and optimizer, on every rank.
-        rest = float(np.median((cpu_seconds[:, steps] - passes)[:, FITTED]))
+        rest = float(np.median((cpu_seconds[:, steps] - seconds)[:, FITTED]))
         measured = np.min([cpu_seconds[:, steps[meeting]] for meeting in MEASURED], axis=0)
         predicted = passes[:, MEASURED[0]]
-        compared = [(turns.steps[i], all_flags.steps[i]) for i in steps if i < len(all_flags.steps)]
-        differences = [ours["lm_loss"] / theirs["lm_loss"] - 1 for ours, theirs in compared]
-        policies[policy] = {
+        compared = [(turns.steps[i]["lm_loss"], all_flags.steps[i]["lm_loss"]) for i in steps[:NUM_COMPARED]]
+        policies[policy] = figures = {
             "busiest_cpu_seconds": float(measured.max(axis=0).mean()),
             "predicted_cpu_seconds": rest + float(predicted.max(axis=0).mean()),
             "planned_max_over_mean": float((predicted.max(axis=0) / predicted.mean(axis=0)).mean()),
-            "cpu_seconds_besides_passes": rest,
             "cpu_seconds": measured.tolist(),
             "num_microbatches": [turns.steps[index]["num_microbatches"] for index in steps[MEASURED[0]]],
-            "max_loss_difference": float(np.abs(differences).max()),
+            "max_loss_difference": max(abs(ours / theirs - 1) for ours, theirs in compared),
         }
-    of_stock = policies["stock"]
-    for figures in policies.values():
-        figures["cpu_speedup"] = of_stock["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
-        figures["predicted_speedup"] = of_stock["predicted_cpu_seconds"] / figures["predicted_cpu_seconds"]
+        figures["cpu_speedup"] = policies["stock"]["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
+        figures["predicted_speedup"] = policies["stock"]["predicted_cpu_seconds"] / figures["predicted_cpu_seconds"]
     return policies
+
+
+def _passes(plans: list[StepRecord], *, costs: CostModel) -> NDArray[np.float64]:
+    """`[num_ranks, num_steps]` seconds of micro-batches, as fitted."""
+    return np.array([replace(plan, cost_model=costs).costs.sum(axis=1) for plan in plans]).T / UNITS_PER_SECOND
 
 
 def _print_table(policies: dict[str, dict[str, Any]]) -> None:
