@@ -185,8 +185,7 @@ def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None
         >>> fit_seconds(np.array([[1.0, 10], [1, 20], [1, 40]]), seconds=np.array([12.0, 22, 42])).round(6).tolist()
         [2.0, 1.0]
     """
-    # Features and seconds of like size: the normal equations are then well conditioned.
-    scales = features.max(axis=0)
+    scales = features.max(axis=0)  # in units of like size the normal equations are well conditioned
     scales[scales == 0] = 1.0
     mean = float(seconds.mean())
     roots = np.sqrt(seconds / mean)

@@ -212,8 +212,7 @@ class CostModel:
         `image_patches`: `[num_samples, 2]` int64, the sums of patches and of squared patches over a sample's images.
         """
         unique, inverse = np.unique(lengths, return_inverse=True)
-        # Python's integers from here on: a sum passes int64 sooner.
-        own = self.exact_costs(unique).tolist()
+        own = self.exact_costs(unique).tolist()  # Python's integers from here on: a sum passes int64 sooner
         expert = [self.expert_linear * length for length in unique.tolist()]
         sums: list[list[int]] = [] if image_patches is None else image_patches.tolist()
         images = [self.image_linear * patches + self.image_quadratic * squares for patches, squares in sums]

@@ -38,8 +38,7 @@ _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_atten
 _NAMES: dict[str, list[str]] = _TABLE["names"]
 """By field of a ModelShape, or by subject, the keys that may hold it: the first that a file has counts. Another name is
 the key itself."""
-_SWITCHES = {"gated_mlp", "attn_output_gate", "use_sliding_window", *_TABLE["refused_keys"]}
-"""Keys that may be true or false."""
+_SWITCHES = {"gated_mlp", "attn_output_gate", "use_sliding_window", *_TABLE["refused_keys"]}  # may be true or false
 
 
 def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:
