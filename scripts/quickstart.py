@@ -103,9 +103,7 @@ def _train(name: str, *, script: Path, data: Path) -> Recorded:
         if iteration and sys.stdout.isatty():
             print(f"\r{name}: step {iteration[1]} of {TRAIN_ITERS[name]}", end="\r", flush=True)
 
-    run = train(OUT / name, flags, num_ranks=NUM_RANKS, script=script, on_line=show)
-    print(f"{name}: {TRAIN_ITERS[name]} steps")
-    return run
+    return train(OUT / name, flags, num_ranks=NUM_RANKS, script=script, on_line=show)
 
 
 def _fitted_costs() -> CostModel:

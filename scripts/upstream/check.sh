@@ -119,7 +119,7 @@ check_recsys() {
     for patch in patches/recsys-examples/*/*.patch; do
         git -C "$checkout" apply --check --unidiff-zero "$root/$patch"
     done
-    "$python" -m pip install --quiet --no-deps gin-config==0.5.0 nvtx==0.2.17  # upstream's data sets and pipelines
+    "$python" -m pip install --quiet --no-deps gin-config==0.5.0 nvtx==0.2.17 pandas==3.1.1 python-dateutil==4.0.0
     build_extension "$python" "$examples/commons/perf_model/csrc/kk_partition.cpp" "$work/kk_cpu_ops"
     # run_tests RANKS FILE…: every rank is a pytest of its own; the logs of those that failed.
     run_tests() {
