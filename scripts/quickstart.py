@@ -42,7 +42,7 @@ MEASURED = (slice(5, 10), slice(10, 15))  # the same batches twice
 NUM_COMPARED = 2  # steps of each policy, whose losses must be those of the run with all flags
 TRAIN_ITERS = {"turns": MEASURED[-1].stop * len(POLICIES), "all_flags": NUM_COMPARED * len(POLICIES)}
 SEED = 5  # of the samples
-MAX_LOSS_DIFFERENCE = ALLOWANCES["fp32"].loss
+MAX_FIT_ERROR = 0.05  # 0.015 to 0.04 on an idle machine
 
 FLAGS = (
     # Of 4,096 tokens attention costs about four times what all else does, as of 180,000 in an 8B model.
@@ -65,16 +65,18 @@ def main() -> int:
     all_flags = _train("all_flags", script=RECORD_STEPS, data=data)
     share_a_core()
     turns = _train("turns", script=RECORD_STEPS.with_name("policy_turns.py"), data=data)
-    policies = _figures(turns, all_flags=all_flags, costs=_fitted_costs())
+    calibration = _fitted()
+    policies = _figures(turns, all_flags=all_flags, costs=calibration.cost_model())
     (OUT / "result.json").write_text(json.dumps({"policies": policies}, indent=1) + "\n")
     _print_table(policies)
     write_page(run_figures(read_record(OUT / "all_flags_record")), out=OUT / "report.html")
     print("Written to build/quickstart/result.json. Steps rank by rank: open build/quickstart/report.html in a browser")
-    worst = max(figures["max_loss_difference"] for figures in policies.values())
-    if worst > MAX_LOSS_DIFFERENCE:
-        print(f"Losses differ by {worst:.1e} relatively: more than {MAX_LOSS_DIFFERENCE:.1e}.")
-        return 1
-    return 0
+    if (error := calibration.held_out_error or 0.0) > MAX_FIT_ERROR:
+        print(f"The fit is off by {error:.1%}: something else ran, speeds may be as much off. Try again when idle.")
+    worst, allowed = max(figures["max_loss_difference"] for figures in policies.values()), ALLOWANCES["fp32"].loss
+    if worst > allowed:
+        print(f"Losses differ by {worst:.1e} relatively: more than {allowed:.1e}.")
+    return int(worst > allowed)
 
 
 def _write_data(path: Path) -> None:
@@ -94,9 +96,7 @@ def _write_data(path: Path) -> None:
 
 def _train(name: str, *, script: Path, data: Path) -> Recorded:
     flags = [*FLAGS, "--data-path", str(data), "--balance-record", str(OUT / f"{name}_record")]
-    flags += ["--train-iters", str(TRAIN_ITERS[name])]
-    if name == "turns":
-        flags += ["--no-balance-overlap"]
+    flags += ["--train-iters", str(TRAIN_ITERS[name])] + ["--no-balance-overlap"] * (name == "turns")
 
     def show(line: str) -> None:
         iteration = re.search(r"iteration\s+(\d+)/", line)
@@ -106,7 +106,7 @@ def _train(name: str, *, script: Path, data: Path) -> Recorded:
     return train(OUT / name, flags, num_ranks=NUM_RANKS, script=script, on_line=show)
 
 
-def _fitted_costs() -> CostModel:
+def _fitted() -> Calibration:
     """The seconds of micro-batches, as a user would fit them to the first steps of a training."""
     first, path = OUT / "first_turns_record", OUT / "seconds.json"
     first.mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ def _fitted_costs() -> CostModel:
         (first / file.name).write_text("".join(kept))
     command = [sys.executable, "-m", "megatron_balance", "fit", str(first), "--out", str(path)]
     subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-    return Calibration.read(path).cost_model()
+    return Calibration.read(path)
 
 
 def _figures(turns: Recorded, *, all_flags: Recorded, costs: CostModel) -> dict[str, dict[str, Any]]:
