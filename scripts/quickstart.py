@@ -112,8 +112,8 @@ def _fitted() -> Calibration:
     first.mkdir(exist_ok=True)
     steps = range(FITTED.start * len(POLICIES), FITTED.stop * len(POLICIES))
     for file in (OUT / "turns_record").glob("*.jsonl"):
-        lines = file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line).get("iteration", steps[0] + 1) - 1 in steps]
+        lines = {line: json.loads(line).get("iteration") for line in file.read_text().splitlines(keepends=True)}
+        kept = [line for line, iteration in lines.items() if iteration is None or iteration - 1 in steps]
         (first / file.name).write_text("".join(kept))
     command = [sys.executable, "-m", "megatron_balance", "fit", str(first), "--out", str(path)]
     subprocess.run(command, env=os.environ | ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
@@ -131,8 +131,8 @@ def _figures(turns: Recorded, *, all_flags: Recorded, costs: CostModel) -> dict[
         planned = [plan.stock() for plan in recorded] if policy == "stock" else recorded
         passes = _passes(planned, costs=costs)
         # Stock steps are in no record: their passes differ from packed ones as the fit says.
-        differ = passes - _passes(recorded, costs=costs)
-        seconds = differ + np.array([np.nansum(plan.seconds, axis=1) for plan in recorded]).T
+        seconds = np.array([np.nansum(plan.seconds, axis=1) for plan in recorded]).T
+        seconds += passes - _passes(recorded, costs=costs)
         # Planning, moving samples, gradients and optimizer, on every rank.
         rest = float(np.median((cpu_seconds[:, steps] - seconds)[:, FITTED]))
         measured = np.min([cpu_seconds[:, steps[meeting]] for meeting in MEASURED], axis=0)

@@ -1,4 +1,4 @@
-"""Fits the seconds of micro-batches to a run's record, and keeps them in seconds.json.
+"""Fits a cost model in seconds to a recorded run, and reads and writes seconds.json.
 
     seconds = per_microbatch + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 
