@@ -10,7 +10,13 @@ from megatron_balance.planner.build import balance, build_data_schedule
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.fixed_ranks import karmarkar_karp, partition_items
 from megatron_balance.planner.inputs import Images, Problem, as_integers, number_groups
-from megatron_balance.planner.metrics import ScheduleMetrics, plan_metrics, schedule_metrics, slowest_over_mean
+from megatron_balance.planner.metrics import (
+    ScheduleMetrics,
+    plan_metrics,
+    schedule_metrics,
+    slowest_over_mean,
+    unavoidable_waiting,
+)
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.planner.times import (
     OBJECTIVES,
@@ -43,5 +49,6 @@ __all__ = [
     "resolve_objective",
     "schedule_metrics",
     "slowest_over_mean",
+    "unavoidable_waiting",
     "waiting",
 ]

@@ -31,6 +31,8 @@ class ScheduleMetrics:
             below.
         lower_bound: a cost that no plan can beat, same units.
         over_bound: predicted_cost / lower_bound; 1.0 is perfect.
+        unavoidable_waiting: the part of the GPUs' time that they wait even in a plan at its lower bound, since a sample
+            is not cut at these context-parallel sizes: larger sizes remove it.
         single_sample_floor: no plan brings step_imbalance below it, because of its largest sample.
         step_imbalance: costliest rank over the mean rank.
         microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
@@ -53,6 +55,7 @@ class ScheduleMetrics:
     predicted_cost: int
     lower_bound: int
     over_bound: float
+    unavoidable_waiting: float
     single_sample_floor: float
     step_imbalance: float
     microbatch_imbalance: float
@@ -106,6 +109,9 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
         predicted_cost=predicted << batch.shift,
         lower_bound=bound << batch.shift,
         over_bound=predicted / bound if bound else 1.0,
+        unavoidable_waiting=unavoidable_waiting(
+            grid, lower_bound=bound, objective=problem.objective, topology=topology
+        ),
         single_sample_floor=batch.single_sample_floor(),
         step_imbalance=step_imbalance,
         microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
@@ -144,6 +150,22 @@ def slowest_over_mean(grid: Ints | NDArray[np.float64], *, objective: str, topol
     of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)
     mean = float(grid.sum()) / len(grid)
     return float(of_groups.max()) / mean if mean else 1.0
+
+
+def unavoidable_waiting(grid: Ints, *, lower_bound: int, objective: str, topology: Topology) -> float:
+    """The part of the GPUs' time, from 0 to 1, that they wait even in a plan at its lower bound (ScheduleMetrics).
+
+    `grid`: costs of any plan of the batch, `[num_ranks, num_microbatches]`. A rank's cost is spread over the stages of
+    its pipeline, whose bubble of equal micro-batches is not counted.
+
+    Example:
+        >>> costs = np.array([[900], [100], [100], [100]])  # one sample is three quarters of the work of four ranks
+        >>> unavoidable_waiting(costs, lower_bound=900, objective="step", topology=Topology(4))
+        0.6666666666666667
+    """
+    stages = waiting(objective, topology=topology).pp_size
+    even = float(grid.sum()) / (len(grid) * stages)
+    return max(1 - even / lower_bound, 0.0) if lower_bound else 0.0
 
 
 def _pipeline_imbalance(

@@ -32,6 +32,29 @@ def test_figures_by_hand():
     assert metrics.moved_tokens == 8
     assert metrics.padding_fraction == 0
     assert metrics.single_sample_floor == 1.0
+    assert metrics.unavoidable_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        # Ranks have 12, 4, 4 and 4 to do: three wait while the first computes.
+        ({}, 1 / 2),
+        ({"fully_sharded": True}, 1 / 2),
+        # A stage has a half of each micro-batch to do, and the long one passes both in turn.
+        ({"pp_size": 2}, 3 / 4),
+    ],
+)
+def test_waiting_beside_a_giant_that_no_plan_removes(ranks, share):
+    lengths, topology = [1200, 400, 200, 200, 400], Topology(4, **ranks)
+    metrics = judge([[[0]], [[1]], [[2, 3]], [[4]]], lengths, topology=topology, limits=Limits(1200))
+    assert (metrics.over_bound, metrics.unavoidable_waiting) == (1, pytest.approx(share))
+    sizes = schedule_metrics(
+        build_data_schedule(
+            lengths, cost_model=TOKENS, topology=Topology(4, dynamic_cp=True, **ranks), limits=Limits(600)
+        )
+    )
+    assert sizes.unavoidable_waiting < metrics.unavoidable_waiting / 2, "larger sizes remove it"
 
 
 def test_an_assignment_may_be_ragged_and_over_the_cap():
