@@ -26,7 +26,7 @@ DATA = r"megatron_balance/(?!report/)(\w+/)*\w+\.(json|toml|txt)"
 
 WHEEL = (
     *PACKAGE,
-    r"megatron_balance-[\d.]+\.dist-info/(METADATA|WHEEL|RECORD|top_level\.txt|entry_points\.txt|licenses/LICENSE)",
+    r"megatron_balance-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|top_level\.txt|entry_points\.txt|licenses/LICENSE)",
 )
 SDIST = (
     *PACKAGE,

@@ -10,8 +10,7 @@ from megatron_balance.model.flops import calculate_fwd_flops
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import DataSchedule, balance, build_data_schedule
 from megatron_balance.topology import Limits, Topology
-
-__version__ = "0.1.0"
+from megatron_balance.version import __version__
 
 __all__ = [
     "BalanceError",

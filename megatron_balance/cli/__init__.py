@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_balance import __version__
 from megatron_balance.cli import compare, doctor, fit, report
 from megatron_balance.errors import BalanceError
+from megatron_balance.version import build_version
 
 _COMMANDS: dict[str, ModuleType] = {"compare": compare, "report": report, "fit": fit, "doctor": doctor}
 
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     words = "Balances the data-parallel ranks of Megatron-LM when samples have very different lengths."
     parser = _Parser(prog="megatron-balance", description=words, epilog=_EPILOG, **shared)
     parser.add_argument("--debug", action="store_true", help="before COMMAND: show where an error comes from")
-    parser.add_argument("--version", action="version", version=f"megatron-balance {__version__}")
+    parser.add_argument("--version", action="version", version=f"megatron-balance {build_version()}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         summary = (module.__doc__ or "").strip().splitlines()[0].rstrip(".")

@@ -23,11 +23,11 @@ from datetime import timedelta
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.options import cautions, executor_runs_our_plan, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.settings import costs_of_args, policy_of
+from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
     from megatron_balance.runtime.start import Meeting
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 def check_packages() -> Iterator[Finding]:
     """Check that the packages of a run load, and name their versions."""
-    yield Finding(True, f"megatron-balance {__version__}, Python {platform.python_version()}")
+    yield Finding(True, f"megatron-balance {build_version()}, Python {platform.python_version()}")
     yield (found := _loaded("torch", package="torch", remedy="pip install '.[megatron]' in a clone"))
     if not found.ok:
         return
@@ -157,7 +157,7 @@ def check_cluster(*, flags: Sequence[str], found: Sequence[str]) -> Iterator[Fin
     hosts = list(dict.fromkeys(place.host for place in places))
     yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
     settings = {f"version of {package}": _version(package) for package in COMPARED}
-    settings |= {"version of megatron_balance": __version__, "version of python": platform.python_version()}
+    settings |= {"version of megatron_balance": build_version(), "version of python": platform.python_version()}
     settings["the command line"] = " ".join(flags)
     try:
         agree(settings, meeting=meeting, topic="versions and flags", problem="; ".join(found) or None)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-import megatron_balance
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
@@ -28,6 +27,7 @@ from megatron_balance.mcore.step.figures import RunLog
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import close_all
 from megatron_balance.runtime.start import agree
+from megatron_balance.version import build_version
 
 PACKAGES = ("megatron-core", "torch", "numpy")
 """Packages whose other versions might plan or compute differently."""
@@ -126,7 +126,7 @@ def build_run(
 
 def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
     """Everything that must be equal on all ranks, by name."""
-    said = {"balancing": "on", "version of megatron_balance": megatron_balance.__version__}
+    said = {"balancing": "on", "version of megatron_balance": build_version()}
     # After the + of its version Megatron puts the commit of the repository that it was started in.
     said |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
     said |= {

@@ -15,9 +15,11 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_balance.version import build_version
+
 DeviceKind = Literal["cuda", "cpu"]
 
-PACKAGES = ("megatron-balance", "torch", "megatron-core", "transformer-engine", "apex")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 _device_kind: DeviceKind = "cuda"
 _started = contextlib.ExitStack()
@@ -36,7 +38,7 @@ def device_kind() -> DeviceKind:
 
 def environment(device: str) -> dict[str, Any]:
     """`device`, `clock`, `threads` on a CPU, and `versions` of the packages, for the record of a measurement."""
-    versions: dict[str, str] = {}
+    versions = {"megatron-balance": build_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)

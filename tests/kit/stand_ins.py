@@ -210,10 +210,11 @@ def without_the_package(watch: Watch, *, flags: str) -> None:
 
 
 def other_version(watch: Watch) -> None:
-    """Another version of the package."""
-    import megatron_balance
+    """A clone of another commit: one version, other sources."""
+    from megatron_balance.mcore import run
+    from megatron_balance.version import __version__
 
-    megatron_balance.__version__ = "0.0.1"
+    run.build_version = lambda: f"{__version__}+0000000000"
 
 
 def flags_there(watch: Watch, *, flags: str, instead_of: str = "") -> None:

@@ -156,7 +156,8 @@ FAULTS = {
         data("raises", rank=2), r"rank 2 cannot go on: .*the disk is gone", layout=TP2, num_ranks=4
     ),
     "a-rank-has-another-version": Fault(
-        (("stand_ins:other_version", {"ranks": [1]}),), r"version of megatron_balance is \S+ on rank 0 and 0\.0\.1 on"
+        (("stand_ins:other_version", {"ranks": [1]}),),
+        r"version of megatron_balance is (\S+)\+\w+ on rank 0 and \1\+0{10} on",
     ),
     "a-rank-lacks-the-seconds": Fault(
         flags(1, flags="--balance-cost nowhere.json"), "rank 1 cannot go on: .* cannot be read"
