@@ -1,19 +1,22 @@
 """Settings of all tests: examples repeat and are not timed; what needs other packages runs where they are.
 
+Under pytest-xdist a file stays on one worker, and so do folders whose tests share imports or servers, and the tests
+of a layout, named in brackets in their ids, which share its stock run.
+
 Adapters with a requirements.txt are tested in environments of their own (scripts/check adapters). This file is not in
 tests/adapters: pytest would put that folder on the path, and its folders bear the names of packages.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 
 ADAPTERS = Path(__file__).parent / "adapters"
-ON_ONE_WORKER = {"megatron", "runtime", "test_report_browser.py"}
-"""Folders and files of which a worker imports Megatron, or starts ranks or a browser, once for all tests."""
 collect_ignore = [
     str(requirements.parent)
     for requirements in ADAPTERS.glob("*/requirements.txt")
@@ -28,8 +31,19 @@ settings.register_profile("first", deadline=None, derandomize=True, phases=[Phas
 settings.load_profile("exploring" if os.environ.get("MEGATRON_BALANCE_EXPLORE") else "repeatable")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks them for pytest-xdist."""
-    for place in ON_ONE_WORKER.intersection(item.path.relative_to(ADAPTERS.parent).parts):
-        if not any(item.iter_markers("xdist_group")):
-            item.add_marker(pytest.mark.xdist_group(place))
+TOGETHER = re.compile(
+    r"tests/training/.*\[((?:(?:DP|TP|PP|VPP|CP|EP)\d-?)+)|(tests/(?:megatron|runtime)/|tests/(?!training/test_fail)[^:]+)"
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a worker whole groups of tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPlace(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = TOGETHER.match(nodeid)
+            return (group[1] or group[2]).strip("-") if group else nodeid
+
+    return ByPlace(config, log)

@@ -1,4 +1,4 @@
-"""The runs and the data that all tests of this folder share, and the marks that keep a layout on one worker."""
+"""The runs and the data that all tests of this folder share."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ def killed_run(train: KeptRuns, balance: str, *, num_ranks: int = 2) -> Run:
     return killed
 
 
-@pytest.mark.xdist_group("DP2")
-def test_a_killed_run_goes_on_to_the_bit(train: KeptRuns) -> None:
+@pytest.mark.parametrize("row", [pytest.param(ROWS[0], id="DP2")])
+def test_a_killed_run_goes_on_to_the_bit(train: KeptRuns, row: Row) -> None:
     """Model, data, evaluation and record are those of a run that was not interrupted."""
-    whole = run_of(train, ROWS[0])
+    whole = run_of(train, row)
     killed = killed_run(train, f"{BY_FLOPS} {RECORDED}")
-    flags = f"{ROWS[0].stock} {BY_FLOPS} --balance-record {killed.folder}/record --ckpt-format torch"
+    flags = f"{row.stock} {BY_FLOPS} --balance-record {killed.folder}/record --ckpt-format torch"
     resumed = train(f"{flags} --load {killed.folder}/checkpoints")
     for key in ("lm_loss", "grad_norm"):
         assert [step[key] for step in resumed.steps] == [step[key] for step in whole.steps[SAVED_AT:]]
@@ -58,7 +58,6 @@ def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
     assert [step["lm_loss"] for step in resumed.steps] == pytest.approx([s["lm_loss"] for s in whole.steps[SAVED_AT:]])
 
 
-@pytest.mark.xdist_group("DP2")
 def test_helpers_that_fail_end_no_run(train: KeptRuns) -> None:
     """Every rank loses its planning process and the record: it says so once, and trains on the same samples."""
     flags = f"{ROWS[0].stock} {BY_FLOPS} {RECORDED} --global-batch-size 256 --max-tokens-per-gpu 4096 --eval-iters 0"

@@ -23,18 +23,18 @@ def row_of(layout: str, name: str) -> Row:
     return next(row for row in ROWS if (row.layout, row.name) == (layout, name))
 
 
-def group(name: str) -> pytest.MarkDecorator:
-    """Run with the rows of a layout."""
-    return pytest.mark.xdist_group(name)
+def about(layout: str, name: str) -> pytest.MarkDecorator:
+    """On a row of the table, in whose group it runs."""
+    return pytest.mark.parametrize("row", [pytest.param(row_of(layout, name), id=f"{layout}-{name}")])
 
 
-@group("DP2")
+@about("DP2", "by-flops")
 class TestOneRecordedRun:
     """The record and the log of one run, against what its forward steps read."""
 
     @pytest.fixture
-    def run(self, train: KeptRuns) -> Run:
-        return run_of(train, row_of("DP2", "by-flops"))
+    def run(self, train: KeptRuns, row: Row) -> Run:
+        return run_of(train, row)
 
     def test_the_record_is_what_ran(self, run: Run) -> None:
         record = read_record(run.folder / "record")
@@ -60,10 +60,11 @@ class TestOneRecordedRun:
         costs = [step.costs.sum(axis=1) for step in read_record(run.folder / "record").steps]
         assert [float(value) for _, value in said] == [pytest.approx(of.max() / of.mean(), abs=1e-4) for of in costs]
 
-    def test_it_is_fitted_and_the_next_run_plans_by_seconds(self, run: Run, train: KeptRuns, tmp_path: Path) -> None:
+    def test_it_is_fitted_and_the_next_run_plans_by_seconds(
+        self, run: Run, train: KeptRuns, row: Row, tmp_path: Path
+    ) -> None:
         costs = tmp_path / "seconds.json"
         assert main(["fit", str(run.folder / "record"), "--out", str(costs)]) == 0
-        row = row_of("DP2", "by-flops")
         ours = train(f"{row.stock} {BY_FLOPS} --balance-cost {costs} --balance-record {{run}}/record")
         assert_equal(ours, reference=run_of(train, row, balanced=False))
         planned = read_record(ours.folder / "record").info
@@ -71,10 +72,10 @@ class TestOneRecordedRun:
         assert planned.cost_model == Calibration.read(costs).cost_model()
 
 
-@group("DP2")
-def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, tmp_path: Path) -> None:
+@about("DP2", "DeepSeek-V3.2")
+def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, row: Row, tmp_path: Path) -> None:
     """Sparse attention by the pack, as its kernels are not fused: compare counted the keys that are picked."""
-    record = run_of(train, row_of("DP2", "DeepSeek-V3.2")).folder / "record"
+    record = run_of(train, row).folder / "record"
     config = {"model_type": "deepseek_v32", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     config |= {"num_hidden_layers": 2, "vocab_size": 257, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 16}
     config |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16}
@@ -90,10 +91,10 @@ def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, tmp
     assert costs["tilelang"].windows
 
 
-@group("DP2")
-def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: KeptRuns) -> None:
+@about("DP2", "by-flops")
+def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: KeptRuns, row: Row) -> None:
     memory = (("stand_ins:device_memory", {}),)
-    ran = train(f"{ROWS[0].stock} {BY_FLOPS} --train-iters 6 --eval-iters 0", stand_ins=memory)
+    ran = train(f"{row.stock} {BY_FLOPS} --train-iters 6 --eval-iters 0", stand_ins=memory)
     said = re.findall(
         r"peak device memory: (.*) GiB allocated, (.*) reserved\. .*--max-tokens-per-gpu (\d+) ", ran.log(0)
     )
@@ -102,23 +103,23 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: Kep
     assert said == [("32.0", "40.0", str(min(largest[0] * 60 // 10, largest[1] * 60 // 20) // 128 * 128))]
 
 
-@group("DP2")
-def test_what_a_log_says_how_often(train: KeptRuns) -> None:
-    assert "megatron_balance:" not in run_of(train, row_of("DP2", "by-flops"), balanced=False).log(0)
-    assert run_of(train, row_of("DP2", "over-long")).log(0).count("longer than a micro-batch may be") == 1
+@about("DP2", "over-long")
+def test_what_a_log_says_how_often(train: KeptRuns, row: Row) -> None:
+    assert "megatron_balance:" not in run_of(train, row, balanced=False).log(0)
+    assert run_of(train, row).log(0).count("longer than a micro-batch may be") == 1
 
 
-@group("DP2")
-def test_one_flag_says_what_it_chose(train: KeptRuns) -> None:
-    (line,) = (x for x in run_of(train, row_of("DP2", "one-flag")).log(0).splitlines() if "--balance chose" in x)
+@about("DP2", "one-flag")
+def test_one_flag_says_what_it_chose(train: KeptRuns, row: Row) -> None:
+    (line,) = (x for x in run_of(train, row).log(0).splitlines() if "--balance chose" in x)
     assert "--use-dynamic-batch-size (" in line
     assert "--balance-by-flops (" in line
     assert "--max-tokens-per-gpu" not in line
 
 
-@group("CP2")
-def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train: KeptRuns) -> None:
-    run = run_of(train, row_of("CP2", "dynamic-cp"))
+@about("CP2", "dynamic-cp")
+def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train: KeptRuns, row: Row) -> None:
+    run = run_of(train, row)
     assert cp_sizes(run) > {1}
     for number, step in enumerate(read_record(run.folder / "record").steps):
         ran = [[m["cp_size"] for m in steps[number]] for steps in microbatches(run)]
@@ -146,9 +147,9 @@ def test_a_run_that_only_evaluates(train: KeptRuns) -> None:
     )
 
 
-@group("PP3")
-def test_stages_in_between_read_nothing(train: KeptRuns) -> None:
-    ours = run_of(train, row_of("PP3", "no-data-in-between"))
+@about("PP3", "no-data-in-between")
+def test_stages_in_between_read_nothing(train: KeptRuns, row: Row) -> None:
+    ours = run_of(train, row)
     reads = [bool(rows[0]["reads"]) for rows in ours.of_kind("end")]
     assert reads == [True, False, True]
 

@@ -17,10 +17,7 @@ from training_run import ALLOWANCES, assert_equal
 
 
 def case(row: Row) -> object:
-    marks = [pytest.mark.xdist_group(row.layout)]
-    if row.slow:
-        marks.append(pytest.mark.slow)
-    return pytest.param(row, id=f"{row.layout}-{row.name}", marks=marks)
+    return pytest.param(row, id=f"{row.layout}-{row.name}", marks=[pytest.mark.slow] if row.slow else [])
 
 
 def run_of(train: KeptRuns, row: Row, *, balanced: bool = True) -> Run:
@@ -37,8 +34,8 @@ def test_equals_stock(train: KeptRuns, row: Row) -> None:
     assert_trains_as_stock(ours, stock=stock, row=row)
 
 
-def test_an_error_of_a_hundred_thousandth_is_found(train: KeptRuns) -> None:
-    row = ROWS[0]
+@pytest.mark.parametrize("row", [case(ROWS[0])])
+def test_an_error_of_a_hundred_thousandth_is_found(train: KeptRuns, row: Row) -> None:
     wrong = (("stand_ins:loss_error", {"relative": 1e-5}),)
     ours = train(f"{row.stock} {row.balance}", stand_ins=wrong)
     with pytest.raises(AssertionError, match=r"differs by .*e-05"):
