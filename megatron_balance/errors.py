@@ -1,4 +1,9 @@
-"""The one error class users meet."""
+"""The one error class users meet, and the check of sizes that all classes and functions share."""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex, cast
 
 
 class BalanceError(ValueError):
@@ -8,3 +13,14 @@ class BalanceError(ValueError):
     It is raised before training starts and on every rank: the inputs it concerns are the same
     everywhere.
     """
+
+
+def check_integer(name: str, value: object, *, least: int = 1) -> int:
+    """The value as an int, be it numpy's; raises BalanceError where it is a boolean, no integer or too small."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {least}.")
+    return number

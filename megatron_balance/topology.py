@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Topology:
             value = getattr(self, field.name)
             if isinstance(field.default, bool) or (value is None and field.default is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BalanceError(f"Topology.{field.name} is {value!r}: it must be an integer of at least 1.")
+            object.__setattr__(self, field.name, check_integer(f"Topology.{field.name}", value))
         if self.max_cp_size is not None and not self.dynamic_cp:
             raise BalanceError(
                 f"Topology.max_cp_size is {self.max_cp_size} without dynamic_cp: set dynamic_cp, or leave it out."
@@ -171,8 +170,8 @@ class Limits:
             raise BalanceError("Limits takes either max_tokens_per_gpu or micro_batch_size, not both, not neither.")
         for name in ("max_tokens_per_gpu", "micro_batch_size"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise BalanceError(f"Limits.{name} is {value!r}: it must be an integer of at least 1.")
+            if value is not None:
+                object.__setattr__(self, name, check_integer(f"Limits.{name}", value))
 
     def max_tokens_per_microbatch(self, topology: Topology) -> int | None:
         """The cap of a micro-batch over its context-parallel ranks, tokens; None where samples are counted."""

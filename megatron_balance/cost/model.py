@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part, image_flops
 from megatron_balance.model.shape import ModelShape
 
@@ -86,18 +86,18 @@ class CostModel:
     image_quadratic: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "windows", tuple(map(tuple, self.windows)))  # JSON has lists
-        given = [(name, value) for name, value in vars(self).items() if name != "windows"]
-        given += [(f"windows[{window}]", cost) for window, cost in self.windows]
-        for window, _ in self.windows:
-            if type(window) is not int or window < 1:
-                raise BalanceError(f"CostModel.windows has a window of {window!r} tokens: it must be at least 1.")
-        for name, value in given:
-            if type(value) is not int or value < 0:
-                raise BalanceError(
-                    f"CostModel.{name} is {value!r}: it must be a non-negative integer (scale and round fractions)."
-                )
-        if not any(value for _, value in given):
+        costs = {name: value for name, value in vars(self).items() if name != "windows"}
+        for name, value in costs.items():
+            object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, least=0))
+        windows = tuple(
+            (
+                check_integer("a window of CostModel.windows", window),
+                check_integer(f"CostModel.windows[{window}]", cost, least=0),
+            )
+            for window, cost in self.windows
+        )
+        object.__setattr__(self, "windows", windows)
+        if not any((*costs.values(), *(cost for _, cost in windows))):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 
 _BLOCK = 4096
 """Candidates drawn at a time: fixed, so that the first samples do not depend on num_samples."""
@@ -51,9 +51,7 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
     mixture = SYNTHETIC_LENGTHS.get(name)
     if mixture is None:
         raise BalanceError(f"No synthetic lengths are named {name!r}; there are {', '.join(SYNTHETIC_LENGTHS)}.")
-    for number, value, least in (("num_samples", num_samples, 1), ("seed", seed, 0)):
-        if value < least:
-            raise BalanceError(f"{number} is {value!r}: it must be an integer of at least {least}.")
+    num_samples, seed = check_integer("num_samples", num_samples), check_integer("seed", seed, least=0)
     generator = np.random.default_rng(seed)
     weights, mu, sigma = np.array(mixture["components"]).T
     upper = np.cumsum(weights)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ def check_sizes(shape: Any) -> None:
     for field in fields(shape):
         value, least = getattr(shape, field.name), int(field.default != 0)
         # An annotation is evaluated or not.
-        if field.type in (int, "int") and (type(value) is not int or value < least):
+        if field.type in (int, "int"):
             name = f"{type(shape).__name__}.{field.name}"
-            raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {least}.")
+            object.__setattr__(shape, field.name, check_integer(name, value, least=least))
 
 
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:

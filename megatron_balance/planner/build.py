@@ -24,7 +24,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch
@@ -74,9 +74,7 @@ def balance(
         >>> balance([7, 5, 4, 4], num_ranks=2, max_tokens=8)
         [[[0], [3]], [[1], [2]]]
     """
-    for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
-        if type(value) is not int or value < 1:
-            raise BalanceError(f"{name} is {value!r}: it must be an integer of at least 1.")
+    num_ranks, max_tokens = check_integer("num_ranks", num_ranks), check_integer("max_tokens", max_tokens)
     if model is not None and not isinstance(model, (ModelShape, CostModel)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
     if meet not in ("step", "microbatch"):

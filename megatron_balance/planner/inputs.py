@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.planner.times import resolve_objective
 from megatron_balance.topology import Limits, Topology
 
@@ -137,8 +137,8 @@ class Problem:
         check_kind("limits", limits, Limits)
         check_kind("objective", objective, str)
         objective = resolve_objective(objective, topology=topology)
-        if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
-            raise BalanceError(f"ranks_per_node is {ranks_per_node!r}: it must be an integer of at least 1.")
+        if ranks_per_node is not None:
+            ranks_per_node = check_integer("ranks_per_node", ranks_per_node)
         segments = as_integers(lengths, name="lengths")
         counts = None if num_segments is None else as_integers(num_segments, name="num_segments")
         if counts is not None and int(counts.sum()) != segments.size:

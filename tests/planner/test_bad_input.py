@@ -1,5 +1,6 @@
 """Whatever is wrong with an argument is a BalanceError that names it."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,27 @@ NAMES = (
     "keep_groups",
     "move_samples",
 )
+
+
+def test_integers_of_numpy_are_sizes_and_booleans_are_none():
+    """Fault: `Topology(np.int64(2))` was refused."""
+    two = np.int32(2)
+    arguments = {"cost_model": CostModel(linear=two, windows=[(two, two)]), "topology": Topology(two, cp_size=two)}
+    schedule = build_data_schedule([3, 2, 1], **arguments, limits=Limits(np.uint8(16)))
+    assert (schedule.digest(), arguments["topology"]) == (
+        build_data_schedule(
+            [3, 2, 1],
+            cost_model=CostModel(linear=2, windows=((2, 2),)),
+            topology=Topology(2, cp_size=2),
+            limits=Limits(16),
+        ).digest(),
+        Topology(2, cp_size=2),
+    )
+    assert balance([3, 2, 1], num_ranks=two, max_tokens=np.int64(4)) == balance([3, 2, 1], num_ranks=2, max_tokens=4)
+    for wrong in (True, np.True_, 2.0, "2"):
+        for size in (lambda: Topology(wrong), lambda: Limits(wrong), lambda: CostModel(linear=wrong)):  # noqa: B023
+            with pytest.raises(BalanceError, match="it must be an integer of at least"):
+                size()
 
 
 @pytest.mark.parametrize("name", NAMES)

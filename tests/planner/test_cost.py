@@ -79,7 +79,7 @@ def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
         ({"quadratic": 0.5}, "quadratic is 0.5"),
         ({"per_microbatch": True}, "per_microbatch is True"),
         ({"windows": ((4, -1),)}, r"windows\[4\] is -1"),
-        ({"windows": ((0, 1),)}, "a window of 0 tokens"),
+        ({"windows": ((0, 1),)}, r"a window of CostModel.windows is 0"),
         ({"windows": ((4, 0),)}, "no coefficient above zero"),
         ({}, "no coefficient above zero"),
     ],
