@@ -11,18 +11,24 @@ other settings raise and change nothing; `undo()` restores the very objects that
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_balance.errors import BalanceError
 
-__all__ = ["Function", "Hook", "Installation", "Patches", "check_version", "holding", "install_hooks"]
+__all__ = ["ANY_VERSION", "Function", "Hook", "Installation", "Patches", "check_version", "holding", "install_hooks"]
 
 Settings = TypeVar("Settings")
 Function = Callable[..., Any]
+
+ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
+"""Environment variable: 1 in every process allows other releases, of all systems; hooks are still checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,8 @@ class Hook:
             when they call it; by default where it is defined.
         parameters: parameters of the target that the wrapper relies on.
         first: the first release that has the target, as `(major, minor)`.
+        late: modules that are not loaded are left out, as are names bound to a hook already (`while_installed`): the
+            table can be installed again once more modules are loaded.
     """
 
     target: str
@@ -47,6 +55,7 @@ class Hook:
     bound_in: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     first: tuple[int, int] = (0, 0)
+    late: bool = False
 
     @property
     def home(self) -> str:
@@ -62,6 +71,8 @@ class Hook:
         """True if a release has the target."""
         return self.first <= release
 
+
+_MARK = "is_balance_hook"
 
 _Binding = tuple[Any, str, Any, Any]
 """The module or class, the name there, the object that it had, and that which it has now."""
@@ -108,19 +119,30 @@ def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
 
 
 def _bindings(hook: Hook) -> list[_Binding]:
-    home, name = _owner(hook.home), hook.target[len(hook.home) + 1 :]
-    target = vars(home).get(name)
+    home, name = hook.home, hook.target[len(hook.home) + 1 :]
+    places = [place for place in hook.places if not (hook.late and _is_done(place, name))]
+    if not places:
+        return []
+    target = vars(_owner(home)).get(name)
     if not callable(target) or isinstance(target, staticmethod):
-        raise LookupError(f"{home.__name__} has no function {name}")
+        raise LookupError(f"{home} has no function {name}")
     taken = inspect.signature(target).parameters
     if missing := [parameter for parameter in hook.parameters if parameter not in taken]:
         raise LookupError(f"it no longer takes {', '.join(missing)}")
     wrapped = hook.wrap(target)
-    owners = [_owner(place) for place in hook.places]
-    for place, owner in zip(hook.places, owners, strict=True):
+    owners = [_owner(place) for place in places]
+    for place, owner in zip(places, owners, strict=True):
         if vars(owner).get(name) is not target:
             raise LookupError(f"{place}.{name} is not that function (replaced, or imported otherwise)")
     return [(owner, name, target, wrapped) for owner in owners]
+
+
+def _is_done(place: str, name: str) -> bool:
+    """True if a module is not loaded, or its name is bound to a hook of `while_installed` already."""
+    module, _, class_name = place.partition(":")
+    loaded = sys.modules.get(module)
+    owner = getattr(loaded, class_name, None) if class_name else loaded
+    return loaded is None or getattr(getattr(owner, name, None), _MARK, False)
 
 
 def _owner(path: str) -> Any:
@@ -161,6 +183,22 @@ class Installation(Generic[Settings]):
             raise BalanceError(f"{self._system} is hooked already with {self.settings}: undo() that before {settings}.")
         return self
 
+    def while_installed(self, stock: Function, balanced: Function) -> Function:
+        """A hook for modules that may be loaded, and bind it by value, at any time: for these `undo` comes too late.
+
+        It calls `balanced`, with the settings first, while hooks are installed, and else the stock function.
+        """
+
+        @functools.wraps(stock)
+        def hook(*positional: Any, **keywords: Any) -> Any:
+            settings = self.settings
+            if settings is None:
+                return stock(*positional, **keywords)
+            return balanced(settings, *positional, **keywords)
+
+        vars(hook)[_MARK] = True
+        return hook
+
     def add(self, hooks: Undoable) -> None:
         """Keep hooks installed later, in modules loaded after `install`; `undo` removes them too."""
         self._in_place.append(hooks)
@@ -178,9 +216,17 @@ class Installation(Generic[Settings]):
 
 
 def check_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
-    """Returns the version of a system; a BalanceError where no test runs on it. `0.9` stands for all of 0.9.*."""
-    if version not in supported and not version.startswith(tuple(f"{release}." for release in supported)):
-        raise BalanceError(f"{system} is {version}; megatron_balance is tested on {', '.join(supported)}: {remedy}.")
+    """Returns the version of a system, where the tests run on it or ANY_VERSION is set; `0.9` stands for all of 0.9.*.
+
+    Raises:
+        BalanceError: it is another; names the tested ones, the remedy and ANY_VERSION.
+    """
+    tested = version in supported or version.startswith(tuple(f"{release}." for release in supported))
+    if not tested and os.environ.get(ANY_VERSION) != "1":
+        raise BalanceError(
+            f"{system} is {version}; megatron_balance is tested on {', '.join(supported)}: {remedy}, or set "
+            f"{ANY_VERSION}=1 in every process to try this one."
+        )
     return version
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, install_hooks
+from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.hooks import install_core, tested_version
+from megatron_balance.mcore.hooks import install_core
 from megatron_balance.mcore.loop import run_of_model
 from megatron_balance.mcore.run import CurrentRun, current, run_of
 from megatron_balance.model.shape import ModelShape
@@ -68,7 +68,7 @@ def install_bridge(
     except ModuleNotFoundError as error:
         raise BalanceError("megatron-bridge is not installed: pip install megatron-bridge.") from error
     remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*"
-    version = tested_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)
+    version = check_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)
     if bridge_installation.settings is None:
         patches = install_hooks(BRIDGE_HOOKS, version=f"megatron-bridge {version}")
         bridge_installation.install(settings, hook=CurrentRun)  # undone last, after the hooks

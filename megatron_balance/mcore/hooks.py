@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,9 +30,6 @@ from megatron_balance.mcore.setup.flags import add_balance_args
 
 SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""
-
-ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
-"""Environment variable: 1 on every rank allows another release; hooks are still checked."""
 
 
 def _while_balancing(
@@ -284,12 +280,4 @@ def supported_version() -> str:
             "megatron-core is not installed: pip install '.[megatron]' in a clone, or set PYTHONPATH to it."
         ) from error
     remedy = f"install megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*"
-    return tested_version(__version__, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)
-
-
-def tested_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
-    """The version, if the tests run on it or ANY_VERSION is set; arguments and errors as for `check_version`."""
-    if os.environ.get(ANY_VERSION) == "1":
-        return version
-    remedy = f"{remedy}, or set {ANY_VERSION}=1 to try this one"
-    return check_version(version, system=system, supported=supported, remedy=remedy)
+    return check_version(__version__, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)

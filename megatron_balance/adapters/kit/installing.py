@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -43,37 +44,33 @@ class Adapter(Installation[Settings]):
         """True while the hooks are in place."""
         return self.settings is not None
 
-    def version(self) -> str:
-        """The host and its release, for messages.
-
-        Raises:
-            BalanceError: the release is not tested.
-        """
-        try:
-            version = metadata.version(self._system)
-        except metadata.PackageNotFoundError:
-            return f"{self._system} (of a source folder; {self._remedy})"
-        if self._versions:
-            check_version(version, system=self._system, supported=self._versions, remedy=self._remedy)
-        return f"{self._system} {version}"
-
     def hook(self, settings: Settings, rows: Callable[[], Sequence[Hook]]) -> Adapter[Settings]:
         """Install the table of hooks; with the same settings once.
 
         Args:
             settings: what the hooks serve, comparable.
-            rows: makes the table; called where the release is a tested one. It may refuse first, by a BalanceError.
+            rows: makes the table, of which the rows of the host's release are installed; called where that is a tested
+                one. It may refuse first, by a BalanceError.
 
         Raises:
             BalanceError: see the invariants above; nothing is changed then.
         """
-
-        def install() -> Patches:
-            version = self.version()
-            return install_hooks(tuple(rows()), version=version)
-
-        self.install(settings, hook=install)
+        self.install(settings, hook=lambda: self._install(rows))
         return self
+
+    def hook_late(self, rows: Callable[[], Sequence[Hook]]) -> None:
+        """Install the rows of a table, all `late`, whose modules were loaded since; errors as of `hook`."""
+        self.add(self._install(rows))
+
+    def _install(self, rows: Callable[[], Sequence[Hook]]) -> Patches:
+        try:
+            version = metadata.version(self._system)
+        except metadata.PackageNotFoundError:
+            return install_hooks(rows(), version=f"{self._system} (of a source folder; {self._remedy})")
+        if self._versions:
+            check_version(version, system=self._system, supported=self._versions, remedy=self._remedy)
+        release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+        return install_hooks([row for row in rows() if row.is_in(release)], version=f"{self._system} {version}")
 
 
 def check_not_started(actor_class: Any) -> None:

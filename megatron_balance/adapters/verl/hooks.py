@@ -33,7 +33,6 @@ from megatron_balance.adapters.verl.rows import (
     select_rows,
 )
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import install_hooks
 from megatron_balance.planner import number_groups
 
 BALANCING = "verl.utils.seqlen_balancing"
@@ -127,7 +126,7 @@ def trainer_hooks() -> tuple[Hook, ...]:
 def hook_trainers() -> None:
     """Hook the trainers that were loaded after `install`."""
     if rows := trainer_hooks():
-        adapter.add(install_hooks(rows, version=adapter.version()))
+        adapter.hook_late(lambda: rows)
 
 
 def _calculate_workload(settings: Settings, seqlen_list: Any) -> torch.Tensor:

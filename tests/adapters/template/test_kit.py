@@ -5,6 +5,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import types
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
-from megatron_balance.adapters.kit import even_parts, split_rollout
+from megatron_balance.adapters.kit import Adapter, Hook, even_parts, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_rows, moving_row
 from megatron_balance.runtime import gather_lengths
 from megatron_balance.samples import SampleSchema
@@ -122,6 +123,44 @@ def test_rows_of_every_shape_arrive_once_in_order():
     for rank, moved in enumerate(run_ranks(3, "test_kit:exchange")):
         coming = np.flatnonzero(rank == RANKS).tolist()
         assert moved == [([[7 * row] * 2] * NUM_PAIRS[row], [row % 2 > 0, row > 2, True]) for row in coming]
+
+
+def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(monkeypatch):
+    """Two trainers bind the host's function by value: one loads after the hooks, and one before with a method."""
+    late: Adapter[int] = Adapter("late_host", remedy="")
+
+    def load(name, **content):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(content)
+        return sys.modules[name]
+
+    def rows():
+        places = (("late_host:plan", "late_host"), ("late_host:plan", "old_trainer"), ("new_trainer:Trainer.plan", ""))
+        return [
+            Hook(
+                target=target,
+                bound_in=(place,) if place else (),
+                wrap=lambda stock: late.while_installed(stock, lambda settings, step: settings * step),
+                why="",
+                until="",
+                late=True,
+            )
+            for target, place in places
+        ]
+
+    host = load("late_host", plan=lambda step: step)
+    stock, old = host.plan, load("old_trainer", plan=host.plan)
+    late.hook(10, rows)
+    assert [host.plan(3), old.plan(3)] == [30, 30]
+    new = load("new_trainer", plan=host.plan, Trainer=type("Trainer", (), {"plan": stock}))
+    late.hook_late(rows)
+    assert [new.plan(3), new.Trainer.plan(3)] == [30, 30]
+    late.undo()
+    assert [host.plan, old.plan, new.Trainer.plan] == [stock] * 3
+    assert new.plan(3) == 3
+    late.hook(20, rows)
+    assert [host.plan(3), old.plan(3), new.plan(3)] == [60, 60, 60]
+    late.undo()
 
 
 HOST = """

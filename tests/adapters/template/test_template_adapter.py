@@ -46,8 +46,10 @@ def test_installs_once_and_is_undone() -> None:
     assert toy_host.Loader.load_step is stock
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused_unless_any_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0.0")
-    with pytest.raises(BalanceError, match=r"toy_host is 2\.0\.0.*tested on 1\.2"):
+    with pytest.raises(BalanceError, match=r"toy_host is 2\.0\.0.*tested on 1\.2.*set MEGATRON_BALANCE_ANY_VERSION=1"):
         toy_balance.install(max_tokens=CAP)
     assert not toy_balance.adapter.is_installed()
+    monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
+    toy_balance.install(max_tokens=CAP).undo()
