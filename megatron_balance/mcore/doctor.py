@@ -24,9 +24,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options import cautions, executor_runs_our_plan, nothing_balances, problems
+from megatron_balance.mcore.options import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
-from megatron_balance.mcore.setup.settings import costs_of_args, policy_of
+from megatron_balance.mcore.setup.settings import costs_of, policy_of, topology_of
+from megatron_balance.model.shape import ModelShape
 from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
@@ -126,14 +127,12 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
         return
     broken = [Finding(False, problem) for problem in refused]
-    if executor_runs_our_plan(options):
-        yield Finding(True, "Megatron's own packing scheduler runs this package's plan")
     yield from (Finding(True, caution) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it
         try:
-            costs_of_args(args)
+            costs_of(options, topology=topology_of(options), shape=lambda: ModelShape.from_megatron_args(args))
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]

@@ -24,7 +24,6 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
-from megatron_balance.mcore.packing_scheduler import register
 from megatron_balance.mcore.run import CurrentRun, current, run_of_megatron
 from megatron_balance.mcore.setup.flags import add_balance_args
 
@@ -152,7 +151,7 @@ HOOKS = (
         parameters=("pp_size", "vp_size"),
         wrap=_while_balancing(_schedule, run=run_of_megatron),
         why="train() asks it for the schedule of every step and passes the data iterator to that",
-        until="core/datasets/data_schedule.py's scheduler_map (0.20) takes schedulers from outside",
+        until="train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point",
     ),
     Hook(
         target="megatron.training.training:evaluate",
@@ -246,7 +245,7 @@ core_installation: Installation[str] = Installation("Megatron Core")
 
 
 def install() -> Installation[str]:
-    """Hook Megatron in this process; where it has packing schedulers, add ours. Installing twice installs once.
+    """Hook Megatron in this process. Installing twice installs once.
 
     Raises:
         BalanceError: Megatron is missing, of another version, or a target has moved; no hook is in place then.
@@ -257,8 +256,6 @@ def install() -> Installation[str]:
         patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
-        if (registration := register()) is not None:
-            installation.add(registration)
     return installation
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.options import Options, executor_runs_our_plan, nothing_balances
+from megatron_balance.mcore.options import Options, nothing_balances
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
@@ -98,10 +98,10 @@ def build_run(
     """
     log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     settings: Settings | None = None
-    problem, elsewhere = None, executor_runs_our_plan(options)
+    problem = None
     try:
         refuse(options)
-        if not (elsewhere or nothing_balances(options)):
+        if not nothing_balances(options):
             refuse_bound_device()
             settings = settings_of(options, shape=shape, cost=cost)
     except BalanceError as error:
@@ -109,14 +109,12 @@ def build_run(
     meeting = meeting_of_world(timeout=timeout_of(options))
     if meeting is not None:
         # A stock run sends only that it is stock.
-        said = {"balancing": "in Megatron's own scheduler" if elsewhere else "off (no balance flag)"}
+        said = {"balancing": "off (no balance flag)"}
         if settings is not None:
             said = _compared(settings, options=options)
         agree(said, meeting=meeting, topic="balance flags and versions", problem=problem)
     if problem is not None:
         raise BalanceError(problem)
-    if elsewhere:
-        log.say("Megatron's own packing scheduler runs this package's plan.")
     if settings is None:
         return None
     for line in settings.says:

@@ -49,7 +49,7 @@ def _check(place: Path, *, accept: bool) -> int:
         if package is None:
             sys.exit(f"drift: {place} is none of {', '.join(one.name for one in PACKAGES)}")
         version = package.version_of(place, sources)
-        findings = compare.broken(package.rows_of(version, sources), sources=sources)
+        findings = compare.broken(package.rows_of(version), sources=sources)
         now = compare.record(package.rows_of(version), sources=sources)
     path = package.fingerprints(version)
     if accept:

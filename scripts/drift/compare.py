@@ -57,14 +57,9 @@ class Package(NamedTuple):
     marker: str
     hooks: Sequence[Hook] = ()
 
-    def rows_of(self, version: str, sources: Sources | None = None) -> list[Row]:
-        """What is relied on in a release; with sources, also sections of what they have, whatever release it says."""
-        sections = relied()
-        rows = [row for row in (*self.hooks, *sections.pop((self.name, ""))) if row.is_in(numbers(version)[:2])]
-        for (name, condition), section in sections.items():
-            if sources is not None and name == self.name and sources.find(condition):
-                rows += section
-        return rows
+    def rows_of(self, version: str) -> list[Row]:
+        """What is relied on in a release."""
+        return [row for row in (*self.hooks, *relied()[self.name]) if row.is_in(numbers(version)[:2])]
 
     def fingerprints(self, version: str) -> Path:
         """The file of what was reviewed in a release."""
@@ -103,13 +98,13 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)))
 
 
-def relied() -> dict[tuple[str, str], list[Relied]]:
-    """Sections of relied.txt: package and the definition that it holds for, or nothing → rows."""
-    sections: dict[tuple[str, str], list[Relied]] = {}
+def relied() -> dict[str, list[Relied]]:
+    """Sections of relied.txt: package → rows."""
+    sections: dict[str, list[Relied]] = {}
     section: list[Relied] = []
     for line in RELIED.read_text("utf-8").splitlines():
-        if heading := re.fullmatch(r"\[([\w-]+) ?(\S*)\]", line):
-            section = sections.setdefault((heading[1], heading[2]), [])
+        if heading := re.fullmatch(r"\[([\w-]+)\]", line):
+            section = sections.setdefault(heading[1], [])
         elif line and not line.startswith("#"):
             releases, target, *_ = line.split()
             module, _, names = target.partition(":")

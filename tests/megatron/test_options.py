@@ -30,7 +30,7 @@ REFUSED = [
     "--cuda-graph-impl local",
     "--enable-cuda-graph",
     "--external-cuda-graph",
-    f"--sequence-packing-scheduler dp_balanced {PACKED}",
+    "--sequence-packing-scheduler dp_balanced",
     "--tp-comm-overlap",
     "--use-ring-exchange-p2p --pipeline-model-parallel-size 2",
     "--pipeline-model-parallel-comm-backend ucc --pipeline-model-parallel-size 2",
@@ -144,7 +144,6 @@ CAUTIONED = [
 ]
 ORDINARY = [
     "",
-    "--sequence-packing-scheduler dp_balanced",
     UNPADDED,
     f"{SIZED} --transformer-impl local --spec my_layers spec",
     f"{SIZED} --transformer-impl local --spec my_layers spec {EXPERTS} --expert-model-parallel-size 2",

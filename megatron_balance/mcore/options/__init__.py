@@ -72,12 +72,6 @@ def dynamic_cp_problem(options: Options) -> str | None:
     return next(iter(messages(options, DYNAMIC_CP)), None)
 
 
-def executor_runs_our_plan(options: Options) -> bool:
-    """True if one of Megatron's packing schedulers runs this package's plan (`packing_scheduler.py`)."""
-    executor = options.get("dynamic_context_parallel") or options.get("sequence_packing_scheduler")
-    return bool(executor and options.get("balance_data"))
-
-
 def nothing_balances(options: Options) -> bool:
     """No flag asks for balancing."""
     return not (options.get("use_dynamic_batch_size") or options.get("balance_data"))

@@ -6,12 +6,10 @@ Options are Megatron's and the balance flags by name, as rules see them (`option
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -206,13 +204,6 @@ def _exchange(
         f"{'' if calibration else f' and {ASSUMED_TFLOPS:g} TFLOP/s'}; megatron-balance fit "
         "measures it in a run with --balance-context-parallel"
     )
-
-
-def costs_of_args(args: Namespace, *, topology: Topology | None = None, **changed: Any) -> Costs:
-    """The cost of a sample in a run of Megatron's loop, with some options changed; errors as for `settings_of`."""
-    options = {**vars(args), **changed}
-    topology = topology or topology_of(options)
-    return costs_of(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
 
 
 def topology_of(options: Options) -> Topology:
