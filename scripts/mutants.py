@@ -1,7 +1,7 @@
 """Proves that the tests hold: puts one deliberate error at a time into a copy of the package and expects them to fail.
 
     .venv/bin/python scripts/mutants.py              every error of tests/mutants.toml, two at a time
-    .venv/bin/python scripts/mutants.py --only TEXT  those whose name or file contains TEXT
+    .venv/bin/python scripts/mutants.py --only TEXT …  those whose name or file contains one of these
 
 An error is a replacement of a piece of source that stands once in its file, and names the tests that must turn red.
 The tests are run without any error first, and must be green. The exit status is 1 where a test misses an error.
@@ -42,13 +42,13 @@ class Mutant(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="in the name or the file of an error")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="in the name or the file of an error")
     parser.add_argument("--jobs", type=int, default=2, help="errors that are tried at the same time")
     options = parser.parse_args()
     mutants = [Mutant(**row) for row in tomllib.loads(TABLE.read_text())["mutant"]]
-    mutants = [mutant for mutant in mutants if options.only in mutant.name or options.only in mutant.file]
+    mutants = [m for m in mutants if any(text in m.name or text in m.file for text in options.only)]
     if not mutants:
-        parser.error(f"--only {options.only}: no error of {TABLE.name} contains it")
+        parser.error(f"--only {' '.join(options.only)}: no error of {TABLE.name} contains it")
     started, missed = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         copies: SimpleQueue[Path] = SimpleQueue()

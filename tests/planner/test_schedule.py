@@ -4,6 +4,7 @@ Karmarkar-Karp for micro-batches and for ranks is R35, under the cap; groups tha
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -171,6 +172,25 @@ def test_karmarkar_karp_has_every_item_once_and_counts_that_are_equal_where_aske
     assert all(part == sorted(part) for part in parts)
     counts = [len(part) for part in parts]
     assert not equal_size or max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    "costs", [[28, 13, 25, 29, 14, 2, 9, 17], [15, 28, 17, 9, 2, 26, 30, 18], [28, 5, 9, 28, 1, 2, 2, 7]]
+)
+def test_karmarkar_karp_counts_empty_parts_in_a_difference(costs):
+    parts = karmarkar_karp(costs, num_parts=3)
+    part_of = np.array(list(product(range(3), repeat=8)))
+    fullest = [((part_of == part) * costs).sum(axis=1) for part in range(3)]
+    assert max(sum(costs[item] for item in part) for part in parts) == np.max(fullest, axis=0).min()
+
+
+def test_an_over_long_sample_leaves_the_others_to_karmarkar_karp():
+    lengths = [500, *np.random.default_rng(0).integers(20, 60, 60).tolist()]
+    schedule = plan(lengths, algorithm="karmarkar_karp", dp_size=2, cap=300)
+    for slots in schedule.ranks:
+        ids = sorted(sample for slot in slots for sample in slot)
+        parts = karmarkar_karp([lengths[sample] for sample in ids], num_parts=len(slots))
+        assert sorted(slots) == sorted(tuple(ids[item] for item in part) for part in parts)
 
 
 def test_sorted_slots_make_a_step_plan_fair_in_every_micro_batch():
