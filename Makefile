@@ -6,21 +6,23 @@
 # make lint       style, formatting, import contracts, types
 
 PYTHON := .venv/bin/python
+SHELL := /bin/bash -o pipefail
 
 .PHONY: help .venv quickstart test test-all lint docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '1,/^$$/s/^# //p' Makefile
 
-# The stamp is younger than what it was made from: an environment that is up to date is left alone.
 .venv: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	@if ! $(PYTHON) -c '' 2>/dev/null; then \
 		python=$$(scripts/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv --clear .venv; \
 	fi
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,dev,report]'
-	@touch $@
+	@echo "Installing PyTorch and Megatron Core, about 5 GB to download"
+	@$(PYTHON) -m pip install --constraint constraints.txt --editable '.[megatron,dev,report]' \
+		| grep --line-buffered -E '^ *(Downloading|Building|Installing|Successfully)'
+	@touch $@  # younger than what it was made from: an environment that is up to date is left alone
 
 quickstart: .venv
 	PYTHONPATH=tests/kit $(PYTHON) scripts/quickstart.py

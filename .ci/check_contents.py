@@ -30,7 +30,11 @@ WHEEL = (
 )
 SDIST = (
     *PACKAGE,
-    r"(LICENSE|MANIFEST\.in|README\.md|PKG-INFO|pyproject\.toml|setup\.cfg|setup\.py)",
+    r"(LICENSE|MANIFEST\.in|README\.md|PKG-INFO|pyproject\.toml|setup\.cfg|setup\.py|constraints\.txt|mkdocs\.yml)",
+    r"(CHANGELOG|CONTRIBUTING)\.md",
+    r"benchmarks/(RESULTS\.md|results\.json)",
+    r"docs/\w+(-\w+)*\.(md|py|css)",
+    r"docs/pictures/\w+\.(py|svg|png)",
     r"megatron_balance\.egg-info/"
     r"(PKG-INFO|SOURCES\.txt|dependency_links\.txt|entry_points\.txt|requires\.txt|top_level\.txt)",
 )
@@ -82,8 +86,12 @@ def metadata_faults(path: Path) -> list[str]:
     needed = [one for one in said.get_all("Requires-Dist", []) if "extra ==" not in one]
     if needed != ["numpy>=1.24"]:
         found.append(f"it needs {needed}, not numpy alone")
-    if "Typing :: Typed" not in said.get_all("Classifier", []):
-        found.append("it does not say that it is typed")
+    missing = {"Typing :: Typed", *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15))}
+    found += [f"the classifier {one} is missing" for one in sorted(missing - set(said.get_all("Classifier", [])))]
+    readme = str(said.get_payload())
+    found += [f"a registry cannot follow {link}" for link in re.findall(r"\]\((?!https?://)[^)]*\)", readme)]
+    if "## Try it" not in readme:
+        found.append("it lacks the README")
     return found
 
 

@@ -17,7 +17,7 @@
 #     scheduling_spec:
 #       - cmd: python3 -m megatron_balance.adapters.areal --model MODEL -m areal.infra.rpc.rpc_server
 #
-# Run it in the environment that has areal 1.0.4 and megatron-balance.
+# Run it in the environment that has areal 1.0.4 and this package (`pip install .` in a clone).
 set -euo pipefail
 
 [[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }

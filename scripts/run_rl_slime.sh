@@ -3,8 +3,8 @@
 #
 #   scripts/run_rl_slime.sh SLIME MEGATRON MODEL HF_CHECKPOINT TORCH_DIST PROMPTS [SLIME ARGS ...]
 #
-#   SLIME          a checkout of slime 0.3, with its environment active and `pip install megatron-balance` in it,
-#                  on every node: Ray's workers import it
+#   SLIME          a checkout of slime 0.3, with its environment active and this package in it (`pip install .` in a
+#                  clone), on every node: Ray's workers import it
 #   MEGATRON       a checkout of Megatron-LM
 #   MODEL          a file of SLIME/scripts/models without its suffix: qwen3-4B
 #   HF_CHECKPOINT  folder of the Hugging Face checkpoint

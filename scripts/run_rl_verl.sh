@@ -8,8 +8,8 @@
 #   VAL_FILES    parquet of prompts to validate on
 #   VERL ARGS    anything verl.trainer.main_ppo takes; later ones win. `--cfg job` prints the configuration and stops.
 #
-# verl 0.9 must be installed, and `pip install megatron-balance` in the same environment on every node: workers
-# load the plug-in themselves.
+# verl 0.9 must be installed, and this package (`pip install .` in a clone) in the same environment on every node:
+# workers load the plug-in themselves.
 #
 # Environment: NNODES (1), NUM_GPUS a node (8), TP of the rollout (2), MAX_TOKENS_PER_GPU (16384), MINI_BATCH prompts
 # (64), ENGINE (vllm), OUT (build/run_rl_verl), BALANCE, the plug-in's options (model=MODEL; also cost=tokens,

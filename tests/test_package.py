@@ -49,6 +49,16 @@ def test_versions_are_those_of_pyproject() -> None:
         assert f"Python {least} or newer" in " ".join((ROOT / page).read_text().split())
 
 
+def test_extras_install_something_and_nothing_installs_a_name_that_nobody_owns() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert all(project["optional-dependencies"].values())
+    files = [path for path in ROOT.glob("*.md") if path.name != "CONTRIBUTING.md"]
+    for folder in ("docs", "scripts", "benchmarks", "megatron_balance"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".sh", ".py", "")]
+    named = [path for path in files if path.is_file() and "pip install megatron-balance" in path.read_text()]
+    assert named == []
+
+
 def test_find_python_passes_over_a_shim_that_fails(tmp_path: Path) -> None:
     shim = tmp_path / "python3.12"
     shim.write_text("#!/bin/sh\necho broken shim >&2\nexit 127\n")
