@@ -1,6 +1,5 @@
 """Steps of mkdocs beside building pages (`hooks` in mkdocs.yml).
 
-    flags        flags.md and options.md are made from the code (scripts/make_pages.py)
     results      benchmarks/RESULTS.md becomes a part of the site, so that a figure links to its section
     code blocks  the mark `no-run` of a block that the tests do not run is left out: it is not for readers
 
@@ -10,7 +9,6 @@ In the pages links to results lead out of docs/, as they must on a code host; he
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -28,12 +26,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Take in the results and their figures, and the pages that are made from code."""
-    sys.path.insert(0, str(RESULTS.parents[1] / "scripts"))
-    from make_pages import SITE_PAGES
-
-    for name, page in SITE_PAGES.items():
-        files.append(File.generated(config, f"{name}.md", content=page()))
+    """Take in the results and their figures."""
     files.append(File.generated(config, "results.md", abs_src_path=str(RESULTS)))
     files.append(File.generated(config, "results.json", abs_src_path=str(RESULTS.with_name("results.json"))))
     return files

@@ -1,10 +1,14 @@
-"""Makes pages of the site from code while the site is built: flags and options."""
+"""Writes docs/flags.md and docs/options.md from the code: `python scripts/make_pages.py` after a change of either.
+
+tests/test_docs.py compares them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_balance.cli import build_parser
 from megatron_balance.mcore.options import CAUTIONS, OF_FLAGS, RULES, UNTRIED, Rule
@@ -13,7 +17,7 @@ from megatron_balance.mcore.setup.flags import add_balance_args
 _FLAGS = """\
 # Flags
 
-Made from the parsers when the site is built.
+Made from the parsers by `scripts/make_pages.py`.
 
 ## In training
 
@@ -22,8 +26,8 @@ They go among Megatron's own flags, in any order. Without one of them a run is s
 _OPTIONS = """\
 # Megatron's options
 
-Made when the site is built, from `megatron_balance/mcore/options`. Where conditions stand side by side, all must hold;
-`/` is any of them.
+Made from `megatron_balance/mcore/options` by `scripts/make_pages.py`. Where conditions stand side by side, all must
+hold; `/` is any of them.
 
 In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
 
@@ -88,12 +92,16 @@ def options_page() -> str:
 
 
 def _where(rule: Rule) -> str:
-    return ", ".join(term.words for term in rule.terms)
+    return ", ".join(term.words.removesuffix("!=None") for term in rule.terms)
 
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-SITE_PAGES = {"flags": flags_page, "options": options_page}
-"""Name of a page that is made while the site is built → its text."""
+PAGES = {"flags.md": flags_page, "options.md": options_page}
+"""Name of a page in docs/ → what it says."""
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (Path(__file__).parents[1] / "docs" / name).write_text(page(), encoding="utf-8")

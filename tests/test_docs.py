@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import tomllib
-from make_pages import SITE_PAGES
+from make_pages import PAGES as MADE_PAGES
 from recorded_runs import run_info, write_record
 
 import megatron_balance
@@ -40,7 +40,8 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = DOCS / "adapters.md"
-WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", RESULTS, *PAGES]
 
 NOT_RUN = {"adapters.md": 1, "quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU, another system."""
@@ -124,18 +125,48 @@ def test_the_adapters_page_names_what_exists() -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    """In docs/ `make docs` follows them."""
+    """On a code host and on the site: on both the anchor of a heading must be the same."""
     for link in re.findall(r"\]\(((?!https?://)[^)\s]+)\)", without_code(page)):
         path, _, anchor = link.partition("#")
-        target = page.parent / path
+        target = page.parent / path if path else page
         assert target.exists(), f"{link} leads nowhere"
-        assert not anchor or anchor in anchors(without_code(target)), f"{link}: no such heading"
+        for anchors in (github_anchors, site_anchors):
+            assert not anchor or anchor in anchors(without_code(target)), (
+                f"{link}: no such heading by {anchors.__name__}"
+            )
 
 
-def anchors(text: str) -> set[str]:
-    """As Python-Markdown makes them of headings."""
+def headings_of(text: str) -> list[str]:
+    """Words of the headings, without marks of Markdown."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return [re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+
+
+def github_anchors(text: str) -> set[str]:
+    """As GitHub makes them: each space a hyphen; a heading that comes again gets a number."""
+    found: set[str] = set()
+    for heading in headings_of(text):
+        plain = re.sub(r"[^\w -]", "", heading).replace(" ", "-")
+        numbered = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(1)))
+        found.add(next(name for name in numbered if name not in found))
+    return found
+
+
+def site_anchors(text: str) -> set[str]:
+    """As Python-Markdown makes them: hyphens and spaces in a row are one hyphen."""
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading)) for heading in headings_of(text)}
+
+
+def test_a_heading_with_a_flag_has_two_anchors() -> None:
+    """Fault: the first link of the README missed its section on GitHub."""
+    text = "# A\n## Speed of `--sft`\n## [B](c.md), d\n## A\n"
+    assert github_anchors(text) == {"a", "speed-of---sft", "b-d", "a-1"}
+    assert site_anchors(text) == {"a", "speed-of-sft", "b-d"}
+
+
+@pytest.mark.parametrize("name", MADE_PAGES)
+def test_pages_made_from_code_are_todays(name: str) -> None:
+    assert (DOCS / name).read_text() == MADE_PAGES[name](), "stale: run python scripts/make_pages.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -148,7 +179,6 @@ def test_files_and_flags_that_are_named_exist(page: Path) -> None:
     assert page == ADAPTERS or set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", text)) <= known
 
 
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-\d+)?")
 WITH_FIGURES = [README, DOCS / "evidence.md", DOCS / "dynamic-cp.md"]
 
@@ -156,7 +186,7 @@ WITH_FIGURES = [README, DOCS / "evidence.md", DOCS / "dynamic-cp.md"]
 def section_of_results(anchor: str) -> str:
     """The text below a heading of RESULTS.md, up to the next of its level or above."""
     lines = RESULTS.read_text().splitlines()
-    (start,) = (index for index, line in enumerate(lines) if line.startswith("#") and anchors(line) == {anchor})
+    (start,) = (index for index, line in enumerate(lines) if line.startswith("#") and site_anchors(line) == {anchor})
     level = len(lines[start].split()[0])
     rest = itertools.takewhile(lambda line: not re.match(rf"#{{1,{level}}} ", line), lines[start + 1 :])
     return "\n".join(rest)
@@ -203,7 +233,7 @@ def test_every_dependency_of_a_user_has_a_licence() -> None:
 
 
 def test_flags_page_has_every_flag_of_every_command() -> None:
-    page = SITE_PAGES["flags"]()
+    page = MADE_PAGES["flags.md"]()
     (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in subparsers.choices.items():
         assert f"## megatron-balance {name}" in page

@@ -141,7 +141,7 @@ class Runs:
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
     speeds = "\n\n".join(f"{name}:\n\n{_speed(policies)}" for name, policies in figures["speed"].items())
-    return f"""### Speed of `--sft`
+    return f"""### Speed of SFT
 
 Trains a GPT of two layers on {speed.NUM_RANKS} data-parallel CPU ranks, on conversations made of Python's standard
 library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the busiest rank, the mean of
