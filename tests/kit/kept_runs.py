@@ -104,15 +104,15 @@ class KeptRuns:
         return Run(folder, num_ranks, problem)
 
 
-def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int, few: bool = False) -> None:
+def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int, few: int = 0) -> None:
     """A jsonl file of random tokens, of which a third of each row is not learned.
 
-    Most rows are far shorter than `longest`, and some as long; with `few`, all are as long or half as long.
+    Most rows are far shorter than `longest`, and some as long; with `few`, all are as long or that many times shorter.
     """
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1.1, len(first_tokens)).astype(int), 8, longest)
     if few:
-        lengths = np.where(lengths > np.median(lengths), longest, longest // 2)
+        lengths = np.where(lengths > np.median(lengths), longest, longest // few)
     with path.open("w") as out:
         for first, length in zip(first_tokens, lengths.tolist(), strict=True):
             tokens = [first, *rng.integers(1, 257, length).tolist()]  # the last is a label only; 0 pads

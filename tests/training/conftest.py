@@ -19,7 +19,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> KeptRuns:
     data = base / "data"
     data.mkdir()
     write_rows(data / "train.jsonl", TRAINED, longest=SEQ_LENGTH, seed=1)
-    write_rows(data / "two-lengths.jsonl", TRAINED, longest=96, seed=1, few=True)
+    write_rows(data / "two-lengths.jsonl", TRAINED, longest=96, seed=1, few=2)
+    write_rows(data / "one-length.jsonl", TRAINED, longest=SEQ_LENGTH, seed=1, few=1)
     for seed, (name, firsts) in enumerate(VALIDATION_SETS.items()):
         write_rows(data / f"{name}.jsonl", firsts, longest=SEQ_LENGTH, seed=seed + 2)
     return KeptRuns(folder, data=data)
