@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 import pytest
-from make_pages import SITE_PAGES
+from make_pages import PAGES
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, cautions
@@ -209,7 +209,7 @@ def test_every_refusal_of_the_pages_is_met_here() -> None:
         with pytest.raises(BalanceError) as refusal:
             parsed(flags, balanced=balanced)
         said += str(refusal.value)
-    options, flags = (SITE_PAGES[page]() for page in ("options", "flags"))
+    options, flags = (PAGES[page]() for page in ("options.md", "flags.md"))
     rules = re.findall(r"^\| (.+) \| (.+) \|$", options.partition("## Cautions")[0], flags=re.MULTILINE)
     rules += re.findall(r"^- (--.+?): (.+)$", flags, flags=re.MULTILINE)
     assert len(rules) > 60

@@ -1,0 +1,114 @@
+"""What a run's settings are, read from Megatron's options: ranks, costs, routers, the record of a resumed run.
+
+It reads below the public names: a run has no name for its settings, and shows most of them only on many ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_options import BALANCED, EXPERTS, PACKED, parsed
+
+from megatron_balance import CostModel, ModelShape, Topology
+from megatron_balance.cost import Calibration
+from megatron_balance.mcore.setup.settings import Settings, costs_of, settings_of
+
+SHAPE = ModelShape.preset("Qwen3-8B")
+WITHIN, BETWEEN = 0.0087, 0.078
+"""Parts of a token's linear cost."""
+
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+SIZED = f"{PACKED} --balance-by-flops --balance-context-parallel"
+
+
+def settings(flags: str, **validated: Any) -> Settings:
+    """Of 16 ranks; `validated` are options that Megatron sets itself."""
+    args = parsed(f"--eval-iters 0 --bf16 {flags}", balanced=BALANCED)
+    return settings_of(vars(args) | {"world_size": 16} | validated, shape=lambda: SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "validated", "topology"),
+    [
+        ("", {}, Topology(16)),
+        (f"{TP2_PP2} --sequence-parallel", {}, Topology(4, tp_size=2, etp_size=2, pp_size=2, sequence_parallel=True)),
+        ("--context-parallel-size 4 --use-torch-fsdp2", {}, Topology(4, cp_size=4, fully_sharded=True)),
+        ("--use-megatron-fsdp", {}, Topology(16, fully_sharded=True)),
+        (f"{EXPERTS} --expert-model-parallel-size 4", {}, Topology(16, ep_size=4)),
+        (
+            "--pipeline-model-parallel-size 2",
+            {"virtual_pipeline_model_parallel_size": 3},
+            Topology(8, pp_size=2, vpp_size=3, microbatch_multiple=2),
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --microbatch-group-size-per-virtual-pipeline-stage 4",
+            {"virtual_pipeline_model_parallel_size": 3},
+            Topology(8, pp_size=2, vpp_size=3, microbatch_multiple=4),
+        ),
+        ("--fp8-format hybrid --fp8-recipe mxfp8", {"fp8": "hybrid"}, Topology(16, token_alignment=32)),
+        (f"{SIZED} 4", {}, Topology(16, dynamic_cp=True, max_cp_size=4)),
+        (f"--context-parallel-size 2 {SIZED}", {}, Topology(8, cp_size=2, dynamic_cp=True)),
+    ],
+)
+def test_ranks(flags: str, validated: dict[str, Any], topology: Topology) -> None:
+    assert settings(flags, **validated).topology == topology
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("", False),
+        ("--moe-z-loss-coeff 1e-3", False),  # there are no experts
+        (EXPERTS, False),
+        (f"{EXPERTS} --moe-z-loss-coeff 1e-3", True),
+        (f"{EXPERTS} --moe-aux-loss-coeff 1e-2", True),
+        (f"{EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid", True),
+    ],
+)
+def test_routers_that_count_tokens(flags: str, count: bool) -> None:
+    assert settings(flags).counts_router_tokens is count
+
+
+def test_a_record_is_continued_where_a_checkpoint_was_loaded() -> None:
+    resumes = [settings(flags, iteration=n).resumes for flags in ("", "--load here") for n in (0, 7)]
+    assert resumes == [False, False, False, True], "the first run of a job has --load too, and no checkpoint yet"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharing"),
+    [
+        ("", 1),
+        ("--context-parallel-size 2", 2),
+        (f"--context-parallel-size 2 {TP2_PP2}", 4),
+        (f"--context-parallel-size 2 {SIZED}", 1),  # the planner shares a sample among its ranks
+        (f"--context-parallel-size 2 --tensor-model-parallel-size 2 {SIZED}", 2),
+    ],
+)
+def test_measured_seconds_are_shared_by_the_ranks_of_a_sample(tmp_path: Path, flags: str, sharing: int) -> None:
+    file, costs = tmp_path / "seconds.json", CostModel(linear=4000, quadratic=400, per_microbatch=9, cp_exchange=8)
+    Calibration(costs, held_out_error=None).write(file)
+    model = settings(f"{PACKED} --balance-by-flops --balance-cost {file} {flags}").costs.model
+    assert (model.linear, model.quadratic, model.per_microbatch) == (4000 / sharing, 400 / sharing, 9)
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks_of_node", "part"),
+    [
+        (Topology(8), 8, 0),  # one size for all
+        (Topology(8, dynamic_cp=True), 8, WITHIN),
+        (Topology(8, dynamic_cp=True), 4, BETWEEN),
+        (Topology(16, dynamic_cp=True, max_cp_size=8), 8, WITHIN),  # groups fit a node
+        (Topology(8, dynamic_cp=True, max_cp_size=4, tp_size=2), 8, WITHIN),
+        (Topology(8, dynamic_cp=True, tp_size=2), 8, BETWEEN),
+        (Topology(16, dynamic_cp=True, max_cp_size=4), 6, BETWEEN),  # from rank 4 on, over the end of a node of 6
+        (Topology(6, dynamic_cp=True), 6, WITHIN),  # there is one node
+    ],
+)
+def test_groups_within_a_node_exchange_over_its_links(
+    monkeypatch: pytest.MonkeyPatch, topology: Topology, ranks_of_node: int, part: float
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
+    cost = costs_of({"balance_by_flops": True, "bf16": True}, topology=topology, shape=lambda: SHAPE).model
+    assert cost.cp_exchange / cost.linear == pytest.approx(part, rel=0.02)
