@@ -148,17 +148,16 @@ class Topology:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of one micro-batch: a number of tokens, or a number of samples.
+    """The limits of one micro-batch: a number of tokens, a number of samples, or both.
 
     Attributes:
         max_tokens_per_gpu: tokens a GPU may hold in a micro-batch (`--max-tokens-per-gpu`). A micro-batch
-            then holds at most `max_tokens_per_gpu * cp_size` tokens of `padded_seq_len`, and as many
-            samples as fit. A longer sample runs alone.
-        micro_batch_size: samples a micro-batch holds at most when there is no token cap
-            (`--balance-data` without `--use-dynamic-batch-size`).
+            then holds at most `max_tokens_per_gpu * cp_size` tokens of `padded_seq_len`. A longer sample runs alone.
+        micro_batch_size: samples a micro-batch holds at most; without a token cap that is `--balance-data` without
+            `--use-dynamic-batch-size`.
 
     Raises:
-        BalanceError: none or both are given, or one is not a positive integer.
+        BalanceError: none is given, or one is not a positive integer.
     """
 
     max_tokens_per_gpu: int | None = None
@@ -166,13 +165,13 @@ class Limits:
     micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.max_tokens_per_gpu is None) == (self.micro_batch_size is None):
-            raise BalanceError("Limits takes either max_tokens_per_gpu or micro_batch_size, not both, not neither.")
+        if self.max_tokens_per_gpu is None and self.micro_batch_size is None:
+            raise BalanceError("Limits has neither max_tokens_per_gpu nor micro_batch_size: give one of them, or both.")
         for name in ("max_tokens_per_gpu", "micro_batch_size"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check_integer(f"Limits.{name}", value))
 
     def max_tokens_per_microbatch(self, topology: Topology) -> int | None:
-        """The cap of a micro-batch over its context-parallel ranks, tokens; None where samples are counted."""
+        """The cap of a micro-batch over its context-parallel ranks, tokens; None where only samples count."""
         return None if self.max_tokens_per_gpu is None else self.max_tokens_per_gpu * topology.cp_size

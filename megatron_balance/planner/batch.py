@@ -85,6 +85,14 @@ class Batch:
         """Some of the samples, in the order of `ids`."""
         return replace(self, costs=self.costs[:, ids], shared=self.shared[ids], weights=self.weights[ids])
 
+    def with_sample_cap(self, most: int) -> Batch:
+        """A batch whose bins hold at most so many samples as well.
+
+        Where each weighs at least the `most`-th part of the cap, no more than `most` fit. It is stricter than both caps
+        where a bin mixes heavy samples with light ones; bounds are those of the batch without.
+        """
+        return replace(self, weights=np.maximum(self.weights * most, self.cap), cap=self.cap * most)
+
     def heights(self, bin_of: Ints, rows: int) -> Ints:
         """Cost of every bin without `launch`, with its even share of the work of its expert-parallel group, rounded up.
 

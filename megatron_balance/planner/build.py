@@ -21,17 +21,27 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.batch import Batch, Plan, sums
+from megatron_balance.planner.batch import Batch, Plan, make_batch, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.dynamic_plan import plan_sizes
 from megatron_balance.planner.fixed_ranks import karmarkar_karp_plan, partition_items, plan_on_ranks
-from megatron_balance.planner.inputs import Images, Ints, Problem, check_kind, groups_that_split, number_groups
+from megatron_balance.planner.inputs import (
+    Images,
+    Ints,
+    Problem,
+    as_integers,
+    check_kind,
+    groups_that_split,
+    number_groups,
+)
 from megatron_balance.planner.locality import keep_local
+from megatron_balance.planner.padded import plan_padded
 from megatron_balance.planner.plan import plan
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.topology import Limits, Topology
@@ -53,6 +63,11 @@ def balance(
     max_tokens: int,
     model: ModelShape | CostModel | None = None,
     meet: str = "step",
+    max_samples: int | None = None,
+    num_microbatches: int | None = None,
+    allow_empty: bool = True,
+    padded: bool = False,
+    kinds: Sequence[Hashable] | NDArray[Any] | None = None,
 ) -> list[list[list[int]]]:
     """Gives samples to data-parallel ranks and micro-batches of at most `max_tokens`, so that all ranks end together.
 
@@ -63,6 +78,12 @@ def balance(
         model: whose FLOPs are balanced, or a cost model; None to balance tokens.
         meet: `step` where ranks wait for one another once a step, `microbatch` where they do in every micro-batch
             (experts spread over ranks, FSDP).
+        max_samples: samples that a micro-batch holds at most.
+        num_microbatches: micro-batches of each rank, where the host fixes it (gradient accumulation).
+        allow_empty: False refuses a plan with an empty micro-batch: there is one only where samples are too few.
+        padded: the host pads a micro-batch to its longest sample: it holds, and costs, its samples times that.
+        kinds: `[num_samples]` kind of each sample, any number or string: the micro-batches that ranks run at the same
+            time hold one kind, as FSDP needs where modules differ (text, images). Each kind is planned by itself.
 
     Returns:
         `[num_ranks][num_microbatches]` lists of sample indices; every rank has as many micro-batches.
@@ -75,15 +96,42 @@ def balance(
         [[[0], [3]], [[1], [2]]]
     """
     num_ranks, max_tokens = check_integer("num_ranks", num_ranks), check_integer("max_tokens", max_tokens)
+    max_samples = None if max_samples is None else check_integer("max_samples", max_samples)
+    num_microbatches = None if num_microbatches is None else check_integer("num_microbatches", num_microbatches)
+    check_kind("padded", padded, bool)
+    check_kind("allow_empty", allow_empty, bool)
     if model is not None and not isinstance(model, (ModelShape, CostModel)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
     if meet not in ("step", "microbatch"):
         raise BalanceError(f"meet is {meet!r}: it must be step or microbatch.")
+    if kinds is not None and num_microbatches is not None:
+        raise BalanceError(
+            f"num_microbatches is {num_microbatches} with kinds, each of which has its own: leave it out."
+        )
     cost_model = CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens()
-    schedule = build_data_schedule(
-        lengths, cost_model=cost_model, topology=Topology(num_ranks), limits=Limits(max_tokens), objective=meet
-    )
-    return [[list(ids) for ids in slots] for slots in schedule.ranks]
+    limits = Limits(max_tokens, micro_batch_size=max_samples)
+    tokens = as_integers(lengths, name="lengths")
+    kind_of = np.zeros_like(tokens) if kinds is None else number_groups(kinds, name="kinds")
+    if kind_of.size != tokens.size:
+        raise BalanceError(f"kinds has {kind_of.size} entries: it must have one for each of {tokens.size} samples.")
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    arguments: dict[str, Any] = {"cost_model": cost_model, "topology": Topology(num_ranks), "limits": limits}
+    for kind in range(int(kind_of.max(initial=0)) + 1):
+        ids = np.flatnonzero(kind_of == kind)
+        if padded:
+            batch = make_batch(Problem.of(tokens[ids], objective=meet, **arguments))
+            planned = plan_padded(batch, most=limits.micro_batch_size, num_microbatches=num_microbatches)
+        else:
+            number = num_microbatches
+            planned = build_data_schedule(tokens[ids], objective=meet, num_microbatches=number, **arguments).ranks
+        for rank, slots in zip(ranks, planned, strict=True):
+            rank += [ids[list(slot)].tolist() for slot in slots]
+    if not allow_empty and not all(slot for slots in ranks for slot in slots):
+        raise BalanceError(
+            f"allow_empty is False: {tokens.size} samples are too few for {len(ranks[0])} micro-batches on each of "
+            f"{num_ranks} ranks. Give more, or raise max_tokens."
+        )
+    return ranks
 
 
 def build_data_schedule(
@@ -94,6 +142,7 @@ def build_data_schedule(
     limits: Limits,
     objective: str = "auto",
     algorithm: str = "auto",
+    num_microbatches: int | None = None,
     num_segments: Sequence[int] | NDArray[Any] | None = None,
     image_patches: Sequence[Sequence[int]] | Images | None = None,
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
@@ -109,10 +158,12 @@ def build_data_schedule(
             `[sum(num_segments)]`, the segments of the first sample, then those of the second, and so on.
         cost_model: cost of a sample by padded length.
         topology: the ranks.
-        limits: tokens or samples that a micro-batch holds.
+        limits: tokens, samples or both that a micro-batch holds.
         objective: `auto` (from the topology), `step`, `microbatch` or `pipeline`.
         algorithm: `auto` (which is `level_packing`), or `karmarkar_karp`: largest differencing of samples over ranks,
             then over the micro-batches of each; the cap holds all the same.
+        num_microbatches: of each rank, where the host fixes it (gradient accumulation); None for the number that is
+            best.
         num_segments: `[num_samples]` segments of each sample, each padded by itself; 0 is legal.
         image_patches: `[num_samples]` for each sample the patches of each of its images, which a vision encoder runs
             on the sample's rank before the language model runs its tokens, or their sums; None for no images.
@@ -149,6 +200,8 @@ def build_data_schedule(
         ranks_per_node=ranks_per_node,
     )
     check_kind("move_samples", move_samples, bool)
+    if num_microbatches is not None:
+        num_microbatches = check_integer("num_microbatches", num_microbatches)
     if algorithm not in ("auto", *ALGORITHMS):
         raise BalanceError(f"algorithm is {algorithm!r}: it must be one of auto, {', '.join(ALGORITHMS)}.")
     algorithm = "level_packing" if algorithm == "auto" else algorithm
@@ -171,6 +224,7 @@ def build_data_schedule(
             (kept is not None, "keep_groups='rank'", "set it to 'step'"),
             (image_patches is not None, "image_patches", "leave them out"),
             (ranks_per_node is not None, f"ranks_per_node={ranks_per_node}", "leave it out"),
+            (num_microbatches is not None, f"num_microbatches={num_microbatches}", "leave it out"),
         ):
             if is_set:
                 raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")
@@ -182,16 +236,22 @@ def build_data_schedule(
         planned = _planned(
             batch,
             algorithm=algorithm,
-            counts_samples=limits.max_tokens_per_gpu is None,
+            limits=limits,
             groups=kept,
             home_ranks=None if move_samples else homes,
+            num_microbatches=num_microbatches,
         )
         slot_of, cp_sizes = planned.slot_of, planned.cp_sizes * topology.cp_size
-        num_microbatches = cp_sizes.shape[1]
-        batch.check_total(num_microbatches=num_microbatches)
+        num_planned = cp_sizes.shape[1]
+        if num_microbatches not in (None, num_planned) or num_planned % topology.microbatch_multiple:
+            raise BalanceError(
+                f"num_microbatches is {num_microbatches}: these samples fit in {num_planned} on each rank, and the "
+                f"number must be a multiple of {topology.microbatch_multiple}. Give such a number, or raise {limits}."
+            )
+        batch.check_total(num_microbatches=num_planned)
         if homes is not None and move_samples:
             slot_of = keep_local(
-                batch, slot_of, num_microbatches=num_microbatches, problem=problem, whole_ranks=kept is not None
+                batch, slot_of, num_microbatches=num_planned, problem=problem, whole_ranks=kept is not None
             )
     return DataSchedule.placed(
         problem, slot_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=kept
@@ -199,19 +259,31 @@ def build_data_schedule(
 
 
 def _planned(
-    batch: Batch, *, algorithm: str, counts_samples: bool, groups: Ints | None, home_ranks: Ints | None
+    batch: Batch,
+    *,
+    algorithm: str,
+    limits: Limits,
+    groups: Ints | None,
+    home_ranks: Ints | None,
+    num_microbatches: int | None,
 ) -> Plan:
     """The plan at one size: on given ranks where samples or groups are bound to them."""
-    if home_ranks is not None:
-        return plan_on_ranks(batch, home_ranks)
-    if groups is not None:
+    counts_samples, most = limits.max_tokens_per_gpu is None, limits.micro_batch_size
+    if home_ranks is None and groups is not None:
         costs = sums(batch.own + batch.shared, groups, int(groups.max(initial=-1)) + 1)
-        return plan_on_ranks(
-            batch, partition_items(costs, num_parts=batch.num_ranks, equal_count=counts_samples)[groups]
-        )
-    if algorithm == "karmarkar_karp":
-        return karmarkar_karp_plan(batch, equal_count=counts_samples)
-    return plan(batch)
+        home_ranks = partition_items(costs, num_parts=batch.num_ranks, equal_count=counts_samples)[groups]
+
+    def within(caps: Batch) -> Plan:
+        if home_ranks is not None:
+            return plan_on_ranks(caps, home_ranks, rows=num_microbatches)
+        if algorithm == "karmarkar_karp":
+            return karmarkar_karp_plan(caps, equal_count=counts_samples, rows=num_microbatches)
+        return plan(caps, rows=num_microbatches)
+
+    planned = within(batch)
+    if counts_samples or most is None or int(np.bincount(planned.slot_of, minlength=1).max()) <= most:
+        return planned
+    return within(batch.with_sample_cap(most))
 
 
 def _kept_groups(

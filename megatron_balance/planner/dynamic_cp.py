@@ -201,10 +201,10 @@ def first_leaves(cp_sizes: Ints) -> Ints:
 def make_sized_batch(problem: Problem) -> SizedBatch:
     """Padded tokens and cost of every sample at every size, in integers."""
     topology, cost_model, limits = problem.topology, problem.cost_model, problem.limits
-    if limits.max_tokens_per_gpu is None:
+    if limits.micro_batch_size is not None or limits.max_tokens_per_gpu is None:
         raise BalanceError(
             f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
-            "cap, so set max_tokens_per_gpu instead."
+            "cap, so set max_tokens_per_gpu alone."
         )
     sizes, per_token = topology.dynamic_cp_sizes, cost_model.expert_linear
     if topology.ep_span == 1:

@@ -32,9 +32,6 @@ from megatron_balance.planner.times import Waiting
 MAX_DIFFERENCED = 4096
 """Items up to which largest differencing, which is plain Python, is worth its time."""
 
-MAX_ATTEMPTS = 8
-"""Numbers of micro-batches to try with largest differencing, which knows no cap, before samples are poured."""
-
 NEAR_ENOUGH = 10_000
 """Parts that differencing brings within one part in so many of the mean are taken: a search takes 20 times as long."""
 
@@ -44,8 +41,8 @@ _Part = tuple[int, int, list[int]]
 """`(-sum of costs, number, items)`; the number, unique, breaks ties."""
 
 
-def plan_on_ranks(batch: Batch, rank_of: Ints) -> Plan:
-    """Packs the samples of every rank by themselves, with the same number of micro-batches."""
+def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Plan:
+    """Packs the samples of every rank by themselves, in `rows` micro-batches or in the number that is best."""
     order = np.lexsort((-batch.weights, -batch.own, rank_of))
     inner, ranks = batch.take(order), rank_of[order]
     counts = np.bincount(ranks, minlength=batch.num_ranks)
@@ -53,44 +50,46 @@ def plan_on_ranks(batch: Batch, rank_of: Ints) -> Plan:
     fewest = -(-fullest // (batch.cap * batch.multiple)) * batch.multiple
     best: tuple[int, Ints, int] | None = None
     lost = reached = 0
-    for wanted in (max(number, fewest) for number in row_counts(inner)):
+    for wanted in (max(number, fewest) for number in (row_counts(inner) if rows is None else (rows,))):
         if lost == 2:
             break
         if wanted <= reached:
             continue
         lost += 1
         for slope in SLOPES if batch.waiting.pp_size > 1 and batch.span == 1 else (0,):
-            for rows, slots in _rounds(inner, ranks, wanted, slope=slope):
-                reached = max(reached, rows)
-                slot_of = _ordered(inner, ranks * rows + _no_empty(slots, ranks, counts, rows), rows)
-                time = inner.time(slot_of, _alone(batch, rows))
+            for num_rows, slots in _rounds(inner, ranks, wanted, slope=slope):
+                reached = max(reached, num_rows)
+                slot_of = _ordered(inner, ranks * num_rows + _no_empty(slots, ranks, counts, num_rows), num_rows)
+                time = inner.time(slot_of, _alone(batch, num_rows))
                 if best is None or time < best[0]:
-                    best, lost = (time, slot_of, rows), 0
+                    best, lost = (time, slot_of, num_rows), 0
     assert best is not None, "one number of rows is always tried"
     slot_of = np.empty_like(order)
     slot_of[order] = best[1]
     return Plan(slot_of, _alone(batch, best[2]))
 
 
-def karmarkar_karp_plan(batch: Batch, *, equal_count: bool) -> Plan:
-    """Largest differencing of samples over ranks, then over the micro-batches of every rank, under the cap.
+def karmarkar_karp_plan(batch: Batch, *, equal_count: bool, rows: int | None = None) -> Plan:
+    """Largest differencing of samples over ranks, then of each over `rows` micro-batches or the fewest possible.
 
-    With `equal_count` ranks and micro-batches get the same number of samples, or one less.
+    There are more where one would be over the cap. Over-long samples have the last ones to themselves. With
+    `equal_count` ranks and micro-batches get the same number of samples, or one less.
     """
     rank_of = _parts(karmarkar_karp(batch.own + batch.shared, num_parts=batch.num_ranks, equal_size=equal_count))
-    ids = [np.flatnonzero(rank_of == rank) for rank in range(batch.num_ranks)]
-    rows = next(iter(row_counts(batch)))
-    for _ in range(MAX_ATTEMPTS):
+    long = batch.weights > batch.cap
+    least = -(-int(np.bincount(rank_of[long], minlength=1).max()) // batch.multiple) * batch.multiple
+    rows = max(next(iter(row_counts(batch))) if rows is None else rows, least)
+    while True:
         slot_of = np.zeros(batch.num_samples, dtype=np.int64)
-        for rank, own in enumerate(ids):
-            slots = _parts(karmarkar_karp(batch.own[own], num_parts=rows, equal_size=equal_count))
-            slot_of[own] = rank * rows + slots
+        for rank in range(batch.num_ranks):
+            alone, others = (np.flatnonzero((rank_of == rank) & kind) for kind in (long, ~long))
+            slot_of[alone] = (rank + 1) * rows - 1 - np.arange(alone.size)
+            parts = karmarkar_karp(batch.own[others], num_parts=max(rows - alone.size, 1), equal_size=equal_count)
+            slot_of[others] = rank * rows + _parts(parts)
         held = sums(batch.weights, slot_of, batch.num_ranks * rows)
         if not ((held > batch.cap) & (np.bincount(slot_of, minlength=held.size) > 1)).any():
             break
-        rows += batch.multiple
-    else:
-        return plan_on_ranks(batch, rank_of)
+        rows += batch.multiple * max(1, rows // (32 * batch.multiple))
     order = np.argsort(-batch.own, kind="stable")
     filled = np.empty_like(slot_of)
     filled[order] = no_empty(slot_of[order], batch.num_ranks * rows)

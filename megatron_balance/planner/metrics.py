@@ -96,7 +96,9 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
     cap = limits.max_tokens_per_microbatch(topology)
     if topology.dynamic_cp:
         held, cap = held // np.maximum(cp_sizes.reshape(-1), 1), limits.max_tokens_per_gpu
-    over = counts > (limits.micro_batch_size or 0) if cap is None else (held > cap) & (counts > 1)
+    over = np.zeros_like(counts, dtype=np.bool_) if cap is None else (held > cap) & (counts > 1)
+    if limits.micro_batch_size is not None:
+        over |= counts > limits.micro_batch_size
     peak = int(held.max())
     widths = cp_sizes if topology.dynamic_cp else np.minimum(cp_sizes, 1)
     run = int(widths.reshape(-1)[counts > 0].sum())

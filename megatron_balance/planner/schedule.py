@@ -10,7 +10,8 @@ has as many neighbouring leaves as its size says.
     even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple; leaves that meet
                     outside of groups only at the end of the step may have fewer, at least one
     last slot       a micro-batch is in the last slot of all its leaves or of none
-    cap             a micro-batch over the cap holds one single over-long sample, at the largest size
+    cap             a micro-batch over the cap holds one single over-long sample, at the largest size; none holds more
+                    samples than `Limits.micro_batch_size`
     no empty slot   at one size an empty micro-batch, run as a masked dummy, exists only where there are fewer samples
                     than slots: over all ranks, or on that rank where samples or groups are bound to ranks
     home            where samples may not move, every one is on its home rank
@@ -248,10 +249,11 @@ def _check_places(schedule: DataSchedule) -> None:
 def _check_cap(schedule: DataSchedule) -> None:
     topology, limits = schedule.topology, schedule.limits
     counts = schedule.slot_counts()
+    if limits.micro_batch_size is not None:
+        require(int(counts.max()) <= limits.micro_batch_size, "cap", "a micro-batch holds too many samples")
     if limits.max_tokens_per_gpu is None:
-        held, cap = counts, np.array(limits.micro_batch_size)
-    else:
-        held, cap = schedule.slot_tokens(), limits.max_tokens_per_gpu * schedule.cp_size_grid.reshape(-1)
+        return
+    held, cap = schedule.slot_tokens(), limits.max_tokens_per_gpu * schedule.cp_size_grid.reshape(-1)
     over = (held > cap) & (counts > 1)
     require(not over.any(), "cap", f"micro-batches {np.flatnonzero(over)[:4].tolist()} (rank by rank) hold too much")
     slots = schedule.slot_of[list(schedule.oversized)]

@@ -32,7 +32,9 @@ NAMES = (
     "algorithm",
     "keep_groups",
     "move_samples",
+    "num_microbatches",
 )
+BALANCE_NAMES = ("max_samples", "num_microbatches", "allow_empty", "padded")
 
 
 def test_integers_of_numpy_are_sizes_and_booleans_are_none():
@@ -65,7 +67,7 @@ def test_build_data_schedule_names_what_is_wrong(name, value):
         build_data_schedule(arguments.pop("lengths"), **arguments)
 
 
-@pytest.mark.parametrize("name", ["lengths", "num_ranks", "max_tokens", "model", "meet"])
+@pytest.mark.parametrize("name", ["lengths", "num_ranks", "max_tokens", "model", "meet", *BALANCE_NAMES])
 @settings(max_examples=30, deadline=None)
 @given(value=WRONG)
 def test_balance_names_what_is_wrong(name, value):

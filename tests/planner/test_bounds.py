@@ -29,6 +29,8 @@ TOPOLOGIES = {
     "pipeline": [Topology(2, pp_size=2), Topology(2, pp_size=3, vpp_size=2), Topology(2, ep_size=2, pp_size=3)],
 }
 
+BOTH = Limits(10, micro_batch_size=2)
+
 
 def plan(lengths, *, cost_model=TOKENS, topology, limits, objective="auto"):
     return build_data_schedule(
@@ -44,11 +46,9 @@ def best_by_brute_force(batch, num_microbatches):
         ranks = [[[] for _ in range(num_microbatches)] for _ in range(num_ranks)]
         for sample, slot in enumerate(slots):
             ranks[slot // num_microbatches][slot % num_microbatches].append(sample)
-        if cap is None:
-            fits = all(len(ids) <= batch.limits.micro_batch_size for of_rank in ranks for ids in of_rank)
-        else:
-            held = ((ids, sum(batch.tokens[i] for i in ids)) for of_rank in ranks for ids in of_rank)
-            fits = all(len(ids) < 2 or tokens <= cap for ids, tokens in held)
+        held = [(len(ids), sum(batch.tokens[i] for i in ids)) for of_rank in ranks for ids in of_rank]
+        fits = cap is None or all(count < 2 or tokens <= cap for count, tokens in held)
+        fits = fits and max(count for count, _ in held) <= (batch.limits.micro_batch_size or len(slots))
         if fits:
             time = batch.time(ranks)
             best = time if best is None else min(best, time)
@@ -61,7 +61,7 @@ def best_by_brute_force(batch, num_microbatches):
 def test_no_assignment_beats_the_bound_and_no_plan_beats_brute_force(objective, data):
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
     topology = data.draw(st.sampled_from(TOPOLOGIES[objective]))
-    limits = data.draw(st.sampled_from([Limits(8), Limits(10), Limits(16), Limits(micro_batch_size=2)]))
+    limits = data.draw(st.sampled_from([Limits(8), Limits(10), Limits(16), Limits(micro_batch_size=2), BOTH]))
     model = data.draw(st.sampled_from(COST_MODELS))
     schedule = plan(lengths, cost_model=model, topology=topology, limits=limits, objective=objective)
     batch = Batch.of(schedule)

@@ -224,6 +224,8 @@ def test_one_size_for_all_is_said_in_the_same_words():
         ({"home_ranks": [0, 1], "move_samples": False}, "move_samples"),
         ({"groups": [0, 0]}, "keep_groups"),
         ({"limits": Limits(micro_batch_size=2)}, "max_tokens_per_gpu"),
+        ({"limits": Limits(8, micro_batch_size=2)}, "max_tokens_per_gpu alone"),
+        ({"num_microbatches": 2}, "num_microbatches"),
     ],
 )
 def test_options_that_bind_samples_to_ranks_are_refused_by_name(options, named):

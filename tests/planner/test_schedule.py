@@ -4,15 +4,15 @@ Karmarkar-Karp for micro-batches and for ranks is R35, under the cap; groups tha
 """
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import karmarkar_karp
+from megatron_balance import BalanceError, CostModel, Limits, Topology, balance, build_data_schedule
+from megatron_balance.planner import batch_of, karmarkar_karp
 
 TOKENS = CostModel.tokens()
 FLOPS = CostModel(linear=23000, quadratic=1)
@@ -54,6 +54,11 @@ def test_wrong_lengths_are_named(lengths, message):
         ({"groups": np.zeros((2, 1))}, r"groups has shape \(2, 1\)"),
         ({"groups": [[0], [1]]}, "groups holds an id that cannot be compared"),
         ({"groups": [0, 0], "home_ranks": [0, 1], "move_samples": False}, "1 groups were loaded by more than one"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        (
+            {"num_microbatches": 3, "topology": Topology(2, microbatch_multiple=2)},
+            "num_microbatches is 3: .* multiple of 2",
+        ),
         ({"topology": Topology(6, ep_size=4)}, "ep_size is 4: .* do not divide dp_size 6"),
         (
             {
@@ -184,13 +189,82 @@ def test_karmarkar_karp_counts_empty_parts_in_a_difference(costs):
     assert max(sum(costs[item] for item in part) for part in parts) == np.max(fullest, axis=0).min()
 
 
-def test_an_over_long_sample_leaves_the_others_to_karmarkar_karp():
-    lengths = [500, *np.random.default_rng(0).integers(20, 60, 60).tolist()]
-    schedule = plan(lengths, algorithm="karmarkar_karp", dp_size=2, cap=300)
+@pytest.mark.parametrize(("cap", "long"), [(32768, ()), (9300, ()), (9300, (12000, 11000))])
+def test_karmarkar_karp_cuts_every_rank_whatever_the_cap(cap, long):
+    """R35. Neither a tight cap nor an over-long sample ends it; it runs alone, and the others are differenced."""
+    lengths = np.clip(np.exp(np.random.default_rng(0).normal(6.4, 1.1, 512)).astype(np.int64), 16, 9216)
+    schedule = plan([*lengths, *long], dp_size=4, cap=cap, cost_model=FLOPS, algorithm="karmarkar_karp")
+    costs, others = batch_of(schedule).own, np.arange(512 + len(long)) < 512
+    of_ranks = {tuple(part) for part in karmarkar_karp(costs, num_parts=4)}
+    assert {tuple(sorted(sample for slot in slots for sample in slot)) for slots in schedule.ranks} == of_ranks
     for slots in schedule.ranks:
-        ids = sorted(sample for slot in slots for sample in slot)
-        parts = karmarkar_karp([lengths[sample] for sample in ids], num_parts=len(slots))
-        assert sorted(slots) == sorted(tuple(ids[item] for item in part) for part in parts)
+        ids = np.array(sorted(sample for slot in slots for sample in slot if others[sample]))
+        alone = {slot for slot in slots if not others[list(slot)].all()}
+        parts = karmarkar_karp(costs[ids], num_parts=len(slots) - len(alone))
+        assert {tuple(ids[part]) for part in parts} | alone == set(slots)
+        assert all(len(slot) == 1 for slot in alone)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"algorithm": "karmarkar_karp"}, {"move_samples": False}, {"groups": [0, 1] * 40}]
+)
+def test_tokens_and_samples_are_limited_together(options):
+    lengths = np.clip(np.exp(np.random.default_rng(1).normal(6, 1.2, 80)).astype(np.int64), 16, 8000)
+    arguments = {"dp_size": 2, "cost_model": FLOPS, "home_ranks": np.arange(80) % 2, **options}
+    by_tokens = plan(lengths, limits=Limits(8192), **arguments)
+    roomy = Limits(8192, micro_batch_size=int(by_tokens.slot_counts().max()))
+    assert plan(lengths, limits=roomy, **arguments).digest() == by_tokens.digest()
+    both = plan(lengths, limits=Limits(8192, micro_batch_size=5), **arguments)
+    assert both.slot_counts().max() == 5
+    assert both.num_microbatches <= 11
+    with pytest.raises(AssertionError, match="too many samples"):
+        replace(by_tokens, limits=Limits(8192, micro_batch_size=5)).check()
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "karmarkar_karp"}, {"move_samples": False}])
+def test_the_host_may_fix_the_number_of_micro_batches(options):
+    lengths = np.clip(np.exp(np.random.default_rng(1).normal(6, 1.2, 80)).astype(np.int64), 16, 8000)
+    arguments = {"dp_size": 2, "cap": 8192, "cost_model": FLOPS, "home_ranks": np.arange(80) % 2, **options}
+    for number in (6, 13, 40):
+        schedule = plan(lengths, num_microbatches=number, **arguments)
+        assert schedule.num_microbatches == number
+        assert schedule.slot_counts().all()
+    with pytest.raises(BalanceError, match=r"num_microbatches is 2: these samples fit in \d on each rank"):
+        plan(lengths, num_microbatches=2, **arguments)
+
+
+@pytest.mark.parametrize("meet", ["step", "microbatch"])
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=24),
+    max_samples=st.sampled_from([None, 1, 3]),
+    kinds=st.booleans(),
+)
+def test_padded_micro_batches_keep_both_caps_and_even_cost(meet, lengths, max_samples, kinds):
+    options = {"num_ranks": 2, "max_tokens": 60, "max_samples": max_samples, "meet": meet, "padded": True}
+    kind_of = [index % 2 if kinds else 0 for index in range(len(lengths))]
+    ranks = balance(lengths, kinds=kind_of, **options)
+    assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(len(lengths)))
+    for ids in chain.from_iterable(ranks):
+        assert len(ids) <= (max_samples or 60)
+        assert len(ids) * max((lengths[sample] for sample in ids), default=0) <= 60
+    for slot in zip(*ranks, strict=True):
+        assert len({kind_of[sample] for sample in chain.from_iterable(slot)}) <= 1
+    if not kinds:
+        with pytest.raises(BalanceError, match=r"num_microbatches is|are too few"):
+            balance(lengths, num_microbatches=len(lengths) // 2 + 1, allow_empty=False, **options)
+
+
+def test_padded_micro_batches_of_a_step_beat_runs_of_equal_count():
+    lengths = np.clip(np.exp(np.random.default_rng(2).normal(6.5, 1.2, 256)).astype(np.int64), 16, 16384)
+
+    def slowest(ranks):
+        return max(sum(len(ids) * int(lengths[ids].max()) for ids in slots) for slots in ranks)
+
+    # Eight neighbours in length are a micro-batch, and eight such micro-batches a slot.
+    dealt = 8 * np.sort(lengths)[::-1].reshape(4, 8, 8).max(axis=2).sum(axis=0).max()
+    planned = balance(lengths, num_ranks=8, max_tokens=16384, num_microbatches=4, padded=True, allow_empty=False)
+    assert slowest(planned) * 8 <= 1.02 * sum(slowest([slots]) for slots in planned)
+    assert slowest(planned) <= 0.5 * dealt
 
 
 def test_sorted_slots_make_a_step_plan_fair_in_every_micro_batch():

@@ -61,7 +61,9 @@ def planning_inputs(draw):
     options = {
         "cost_model": draw(st.sampled_from(COST_MODELS[3:] if topology.ep_span > 1 else COST_MODELS)),
         "topology": topology,
-        "limits": draw(st.sampled_from([Limits(cap), Limits(cap), Limits(micro_batch_size=1 + cap % 4)])),
+        "limits": draw(
+            st.sampled_from([Limits(cap), Limits(cap, micro_batch_size=3), Limits(micro_batch_size=1 + cap % 4)])
+        ),
         "objective": draw(st.sampled_from(["auto", "step", "microbatch", "pipeline"])),
         "algorithm": draw(st.sampled_from(["auto", "auto", "karmarkar_karp"])),
     }
