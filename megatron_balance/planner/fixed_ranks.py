@@ -72,20 +72,17 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Pl
 def karmarkar_karp_plan(batch: Batch, *, equal_count: bool, rows: int | None = None) -> Plan:
     """Largest differencing of samples over ranks, then of each over `rows` micro-batches or the fewest possible.
 
-    There are more where one would be over the cap. Over-long samples have the last ones to themselves. With
-    `equal_count` ranks and micro-batches get the same number of samples, or one less.
+    There are more where one would be over the cap, until an over-long sample is alone. With `equal_count` ranks and
+    micro-batches get the same number of samples, or one less.
     """
     rank_of = _parts(karmarkar_karp(batch.own + batch.shared, num_parts=batch.num_ranks, equal_size=equal_count))
-    long = batch.weights > batch.cap
-    least = -(-int(np.bincount(rank_of[long], minlength=1).max()) // batch.multiple) * batch.multiple
-    rows = max(next(iter(row_counts(batch))) if rows is None else rows, least)
+    ids = [np.flatnonzero(rank_of == rank) for rank in range(batch.num_ranks)]
+    rows = next(iter(row_counts(batch))) if rows is None else rows
     while True:
         slot_of = np.zeros(batch.num_samples, dtype=np.int64)
-        for rank in range(batch.num_ranks):
-            alone, others = (np.flatnonzero((rank_of == rank) & kind) for kind in (long, ~long))
-            slot_of[alone] = (rank + 1) * rows - 1 - np.arange(alone.size)
-            parts = karmarkar_karp(batch.own[others], num_parts=max(rows - alone.size, 1), equal_size=equal_count)
-            slot_of[others] = rank * rows + _parts(parts)
+        for rank, own in enumerate(ids):
+            slots = _parts(karmarkar_karp(batch.own[own], num_parts=rows, equal_size=equal_count))
+            slot_of[own] = rank * rows + slots
         held = sums(batch.weights, slot_of, batch.num_ranks * rows)
         if not ((held > batch.cap) & (np.bincount(slot_of, minlength=held.size) > 1)).any():
             break

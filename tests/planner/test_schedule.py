@@ -191,7 +191,7 @@ def test_karmarkar_karp_counts_empty_parts_in_a_difference(costs):
 
 @pytest.mark.parametrize(("cap", "long"), [(32768, ()), (9300, ()), (9300, (12000, 11000))])
 def test_karmarkar_karp_cuts_every_rank_whatever_the_cap(cap, long):
-    """R35. Neither a tight cap nor an over-long sample ends it; it runs alone, and the others are differenced."""
+    """R35. Neither a tight cap nor an over-long sample, which runs alone, ends it."""
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(6.4, 1.1, 512)).astype(np.int64), 16, 9216)
     schedule = plan([*lengths, *long], dp_size=4, cap=cap, cost_model=FLOPS, algorithm="karmarkar_karp")
     costs, others = batch_of(schedule).own, np.arange(512 + len(long)) < 512
