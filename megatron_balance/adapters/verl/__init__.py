@@ -9,21 +9,16 @@ Three ways to install:
 
 Importing this package loads neither torch nor verl, and patches nothing.
 
-verl binds functions by value: a trainer imported between `install()` and `undo()` keeps its hook. So every hook reads
-the settings on each call, and calls verl's own function where there are none.
-
 verl's factor of tokens beside squared tokens, 24576, is that of one 7B model; here it comes from the model.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook
+from megatron_balance.adapters.kit import Adapter, Hook
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import resolve_cost
 from megatron_balance.errors import BalanceError
@@ -45,20 +40,8 @@ FACTOR_KEY = "mlp_workload_factor"
 """The key that the review of verl's `_balance_data_proto` asked for, in a `model_config`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Cost of a row, and which worker-group calls are balanced: all, none, or those of these methods."""
-
-    cost_model: CostModel
-    dispatch: bool | tuple[str, ...]
-
-    def dispatches(self, method_name: str) -> bool:
-        """True if calls of this worker-group method are balanced."""
-        return self.dispatch if isinstance(self.dispatch, bool) else method_name in self.dispatch
-
-
-adapter: Adapter[Settings] = Adapter(
-    "verl", versions=("0.9",), remedy="pip install verl==0.9.1, or train without MEGATRON_BALANCE_VERL"
+adapter: Adapter[CostModel] = Adapter(
+    "verl", versions=("0.9", "0.10"), remedy="pip install verl==0.9.1, or train without MEGATRON_BALANCE_VERL"
 )
 is_installed = adapter.is_installed
 
@@ -89,49 +72,27 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     return resolve_cost(cost, model=model)
 
 
-def while_active(stock: Function, balanced: Callable[..., Any]) -> Function:
-    """Wraps verl's function: while the adapter is installed `balanced` runs in its place, with the settings first."""
-
-    @functools.wraps(stock)
-    def hook(*positional: Any, **keywords: Any) -> Any:
-        settings = adapter.settings
-        if settings is None:
-            return stock(*positional, **keywords)
-        return balanced(settings, *positional, **keywords)
-
-    vars(hook)["is_hook"] = True
-    return hook
-
-
-def is_hook(function: Any) -> bool:
-    """True if a function is one of this adapter's hooks."""
-    return getattr(function, "is_hook", False) is True
-
-
-def install(
-    model: Model | None = None, *, cost: str | None = None, dispatch: bool | tuple[str, ...] = False
-) -> Adapter[Settings]:
+def install(model: Model | None = None, *, cost: str | None = None) -> Adapter[CostModel]:
     """Hook verl in this process. Installing twice with the same arguments installs once.
 
     Args:
         model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
             `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
         cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
-        dispatch: balance the calls of worker groups as well: all of them, or those of the methods named.
 
     Raises:
         BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
             other arguments. Nothing is changed then.
     """
-    return adapter.hook(Settings(cost_model=choose_cost(model, cost=cost), dispatch=dispatch), _rows)
+    return adapter.hook(choose_cost(model, cost=cost), _table)
 
 
-def _rows() -> list[Hook]:
+def _table() -> list[Hook]:
     try:
         from megatron_balance.adapters.verl import hooks  # loads verl
     except ModuleNotFoundError as error:
         raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
-    return [*hooks.hooks(), *hooks.trainer_hooks()]
+    return [*hooks.table(), hooks.worker_group_hook()]
 
 
 def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = None) -> BalancedData:
@@ -149,6 +110,5 @@ def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = No
     """
     from megatron_balance.adapters.verl.rows import split_rows  # loads verl
 
-    installed = adapter.settings if model_config is None else None
-    cost_model = choose_cost(model_config) if installed is None else installed.cost_model
-    return split_rows(obj, chunks, cost_model=cost_model)
+    cost_model = adapter.settings if model_config is None else None
+    return split_rows(obj, chunks, cost_model=cost_model or choose_cost(model_config))

@@ -4,13 +4,13 @@ verl's modules bind functions by value. Modules that are loaded are hooked at on
 plug-in: they are hooked when the first worker group is made, in the one process that has a trainer.
 
 Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows,
-since ranks meet after each; with the prefix grouper rows of one uid stay neighbours on one rank.
+since ranks meet after each, and so does one of the critic's; with the prefix grouper rows of one uid stay neighbours on
+one rank.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from megatron_balance.adapters.kit import Function, Hook, row_costs, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
-from megatron_balance.adapters.verl import Settings, adapter, is_hook, while_active
-from megatron_balance.adapters.verl.dispatch import bind_balanced, split_balanced
+from megatron_balance.adapters.verl import adapter
 from megatron_balance.adapters.verl.rows import (
     RowOrder,
     balanced_partitions,
@@ -32,117 +31,100 @@ from megatron_balance.adapters.verl.rows import (
     row_lengths,
     select_rows,
 )
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import number_groups
 
 BALANCING = "verl.utils.seqlen_balancing"
-DECORATOR = "verl.single_controller.base.decorator"
-WORKER_GROUP = "verl.single_controller.ray.base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
 TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
 
 
-def hooks() -> tuple[Hook, ...]:
-    """The table of hooks for the modules that are loaded."""
+def table() -> tuple[Hook, ...]:
+    """The hooks, of the modules that are loaded: it is installed again once the trainers are."""
 
-    def balancing(name: str, parameters: str, balanced: Function, modules: tuple[str, ...], why: str) -> Hook:
-        # A module that was loaded while the adapter was installed before has a hook already, and keeps it.
-        loaded = (other for other in modules if other in sys.modules)
+    def row(target: str, parameters: str, balanced: Function, why: str, *, bound_in: tuple[str, ...] = ()) -> Hook:
         return Hook(
-            target=f"{BALANCING}:{name}",
+            target=target,
             parameters=tuple(parameters.split()),
-            wrap=lambda stock: while_active(stock, balanced),
+            wrap=lambda stock: adapter.while_installed(stock, balanced),
             why=why,
             until="verl takes such a function, and the factor from the model",
-            bound_in=(BALANCING, *(one for one in loaded if not is_hook(getattr(sys.modules[one], name, None)))),
+            bound_in=bound_in,
+            late=True,
         )
 
-    splits = ("_split_args_kwargs_data_proto_with_auto_padding", True), ("_split_args_kwargs_data_proto", False)
     return (
-        balancing(
-            "calculate_workload",
+        row(
+            f"{BALANCING}:calculate_workload",
             "seqlen_list",
             _calculate_workload,
-            TRAINERS,
             "its factor is that of one 7B model, and its sums overflow in its input's dtype",
+            bound_in=(BALANCING, *TRAINERS),
         ),
-        balancing(
-            "get_seqlen_balanced_partitions",
+        row(
+            f"{BALANCING}:get_seqlen_balanced_partitions",
             "seqlen_list k_partitions equal_size",
             _get_partitions,
-            TRAINERS,
             "largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
+            bound_in=(BALANCING, *TRAINERS),
         ),
-        balancing(
-            "rearrange_micro_batches",
+        row(
+            f"{BALANCING}:rearrange_micro_batches",
             "batch max_token_len dp_group num_batches_divided_by same_micro_num_in_dp min_num_micro_batch "
             "use_dynamic_bsz_balance force_group_size",
             _rearrange_micro_batches,
-            ("verl.workers.engine.utils",),
             "it raises the count until largest differencing happens to fit the cap",
+            bound_in=(BALANCING, "verl.workers.engine.utils"),
         ),
-        *(
-            Hook(
-                target=f"{DECORATOR}:{name}",
-                parameters=("chunks", "args", "kwargs"),
-                wrap=functools.partial(split_balanced, pads=pads),
-                why="the only place that sees all arguments of a call before they are cut",
-                until="verl has a hook for the order of rows",
-            )
-            for name, pads in splits
+        row(
+            f"{RAY_TRAINER}:RayPPOTrainer._balance_batch",
+            "self batch metrics logging_prefix keep_minibatch",
+            functools.partial(_balance_batch, of_keys=False),
+            "it sorts rows over mini-batches, which it counts in prompts",
         ),
-        Hook(
-            target=f"{WORKER_GROUP}:func_generator",
-            parameters=("self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"),
-            wrap=functools.partial(bind_balanced, before=hook_trainers),
-            why="it joins dispatch and collect of one call, between which the order is kept",
-            until="verl has a hook for the order of rows",
+        row(
+            f"{V1_TRAINER}:PPOTrainer._balance_batch",
+            "self batch metrics logging_prefix keep_minibatch",
+            functools.partial(_balance_batch, of_keys=True),
+            "it does not look at keep_minibatch",
         ),
     )
 
 
-def trainer_hooks() -> tuple[Hook, ...]:
-    """The rows of trainers that are loaded and not hooked yet."""
-    trainers = (
-        (RAY_TRAINER, "RayPPOTrainer", False, "it sorts rows over mini-batches, which it counts in prompts"),
-        (V1_TRAINER, "PPOTrainer", True, "it does not look at keep_minibatch"),
-    )
-    return tuple(
-        Hook(
-            target=f"{module}:{class_name}._balance_batch",
-            parameters=("self", "batch", "metrics", "logging_prefix", "keep_minibatch"),
-            wrap=lambda stock, of_keys=of_keys: while_active(stock, functools.partial(_balance_batch, of_keys=of_keys)),
-            why=why,
-            until="verl keeps the mini-batches it is asked to keep",
-        )
-        for module, class_name, of_keys, why in trainers
-        # The row of a trainer without the class is installed too, which reports what is missing.
-        if module in sys.modules
-        and not is_hook(getattr(getattr(sys.modules[module], class_name, None), "_balance_batch", None))
+def worker_group_hook() -> Hook:
+    """The process that makes worker groups has the trainer, which loads later than the plug-in."""
+    return Hook(
+        target="verl.single_controller.ray.base:func_generator",
+        wrap=_after_trainers,
+        why="the first call that the trainer's process makes once its trainer is loaded",
+        until="verl loads plug-ins after its trainers",
     )
 
 
-def hook_trainers() -> None:
-    """Hook the trainers that were loaded after `install`."""
-    if rows := trainer_hooks():
-        adapter.hook_late(lambda: rows)
+def _after_trainers(bind: Function) -> Function:
+    def hooked(_: CostModel, *positional: Any, **keywords: Any) -> Any:
+        adapter.hook_late(table)
+        return bind(*positional, **keywords)
+
+    return adapter.while_installed(bind, hooked)
 
 
-def _calculate_workload(settings: Settings, seqlen_list: Any) -> torch.Tensor:
+def _calculate_workload(cost_model: CostModel, seqlen_list: Any) -> torch.Tensor:
     """int64 costs of the lengths' shape, on their device; `[num_rows]` for a nested tensor of the rows themselves."""
     given = torch.as_tensor(seqlen_list)
     lengths = nested_lengths(given) if given.is_nested else given.long()
-    costs = row_costs(lengths.cpu().numpy(), cost_model=settings.cost_model)
+    costs = row_costs(lengths.cpu().numpy(), cost_model=cost_model)
     return torch.from_numpy(costs).to(lengths.device)
 
 
-def _get_partitions(_: Settings, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
+def _get_partitions(_: CostModel, seqlen_list: Any, k_partitions: int, equal_size: bool) -> list[list[int]]:
     return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
 
 
 def _rearrange_micro_batches(
-    settings: Settings,
+    cost_model: CostModel,
     batch: Any,
     max_token_len: int,
     dp_group: Any = None,
@@ -158,7 +140,7 @@ def _rearrange_micro_batches(
     planned = agreed_microbatches(
         np.zeros(0, dtype=np.int64) if known is None else known,
         max_tokens=int(max_token_len),
-        cost_model=settings.cost_model,
+        cost_model=cost_model,
         least=min_num_micro_batch or 1,
         multiple=num_batches_divided_by or 1,
         rows_per_unit=force_group_size,
@@ -171,7 +153,7 @@ def _rearrange_micro_batches(
 
 
 def _balance_batch(
-    settings: Settings,
+    cost_model: CostModel,
     trainer: Any,
     batch: Any,
     metrics: dict[str, Any],
@@ -193,7 +175,7 @@ def _balance_batch(
         if lengths is None:
             raise BalanceError("a batch is balanced by its attention_mask: it has none.")
         uids = batch.non_tensor_batch.get("uid") if getattr(trainer, "use_prefix_grouper", False) else None
-    order = _order(lengths, trainer=trainer, settings=settings, uids=uids)
+    order = _order(lengths, trainer=trainer, cost_model=cost_model, uids=uids)
     batch.reorder(order.rows.tolist() if of_keys else torch.from_numpy(order.rows))
     parts = [part.tolist() for part in order.parts]
     # verl's own metrics of the balance, in tokens.
@@ -202,11 +184,12 @@ def _balance_batch(
 
 
 def _order(
-    lengths: NDArray[np.int64], *, trainer: Any, settings: Settings, uids: NDArray[Any] | None = None
+    lengths: NDArray[np.int64], *, trainer: Any, cost_model: CostModel, uids: NDArray[Any] | None = None
 ) -> RowOrder:
     """The order of a rollout batch; with uids their rows are neighbours on one rank."""
-    num_ranks, config = _dp_size_of(trainer), trainer.config.actor_rollout_ref
-    minibatch_rows, groups = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n), None
+    num_ranks, groups = _dp_size_of(trainer), None
+    rows_per_group = 1 if uids is None else int(trainer.config.actor_rollout_ref.rollout.n)
+    minibatch_rows = _minibatch_rows(trainer, num_parts=num_ranks * rows_per_group)
     starts = range(0, lengths.size, minibatch_rows)
     minibatches = [np.arange(start, min(start + minibatch_rows, lengths.size)) for start in starts]
     if uids is not None:
@@ -222,9 +205,17 @@ def _order(
                 f"(actor.ppo_mini_batch_size) must hold a multiple of {num_ranks} uids, one for each data-parallel "
                 "rank, all of rollout.n rows."
             )
-    return order_rows(
-        lengths, num_ranks=num_ranks, cost_model=settings.cost_model, minibatches=minibatches, units=groups
-    )
+    return order_rows(lengths, num_ranks=num_ranks, cost_model=cost_model, minibatches=minibatches, units=groups)
+
+
+def _minibatch_rows(trainer: Any, *, num_parts: int) -> int:
+    """Rows of the actor's mini-batch; of the critic's where that is smaller, divides it, and the parts divide that."""
+    config = trainer.config.actor_rollout_ref
+    of_actor = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
+    if not trainer.use_critic:
+        return of_actor
+    of_critic = int(trainer.config.critic.ppo_mini_batch_size) * int(config.rollout.n)
+    return of_actor if of_actor % of_critic or of_critic % num_parts else of_critic
 
 
 def _dp_size_of(trainer: Any) -> int:

@@ -2,7 +2,7 @@
 
     MEGATRON_BALANCE_VERL=1                                       verl's own workload formula
     MEGATRON_BALANCE_VERL="model=/models/Qwen3-8B"                FLOPs of that model
-    MEGATRON_BALANCE_VERL="cost=tokens dispatch=compute_log_prob,compute_values"
+    MEGATRON_BALANCE_VERL="cost=tokens"
 
 Without the variable, or with 0, it does nothing. verl swallows exceptions of a plug-in, and a rank without its hooks
 would hang the others. So an error here ends the process with its message.
@@ -11,7 +11,6 @@ would hang the others. So an error here ends the process with its message.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from megatron_balance.adapters.verl import install
 from megatron_balance.errors import BalanceError
@@ -19,20 +18,14 @@ from megatron_balance.errors import BalanceError
 VARIABLE = "MEGATRON_BALANCE_VERL"
 
 
-def read_options(text: str) -> dict[str, Any]:
+def read_options(text: str) -> dict[str, str]:
     """The arguments of `install()`, from `key=value` pairs with spaces between them, or `1` for the defaults."""
-    options: dict[str, Any] = {}
+    options: dict[str, str] = {}
     for word in text.split() if text.strip() != "1" else ():
         key, _, value = word.partition("=")
-        if key in ("model", "cost") and value:
-            options[key] = value
-        elif key == "dispatch" and value:
-            options[key] = value == "yes" if value in ("yes", "no") else tuple(value.split(","))
-        else:
-            raise BalanceError(
-                f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE, "
-                "dispatch=yes|no|METHOD,METHOD."
-            )
+        if key not in ("model", "cost") or not value:
+            raise BalanceError(f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE.")
+        options[key] = value
     return options
 
 

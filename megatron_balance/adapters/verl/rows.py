@@ -84,12 +84,6 @@ def order_rows(
     return RowOrder(tuple(map(np.concatenate, parts)))
 
 
-def minibatches_of_parts(num_rows: int, *, num_ranks: int, minibatch_rows: int) -> list[Ints]:
-    """The mini-batches that verl forms from a batch in its present order: slice i of every rank's part."""
-    by_rank = np.arange(num_rows).reshape(num_ranks, -1, minibatch_rows // num_ranks)
-    return [by_rank[:, index].reshape(-1) for index in range(by_rank.shape[1])]
-
-
 def row_lengths(data: DataProto | TensorDict) -> Ints | None:
     """Tokens of each row: int64 `[num_rows]`, or None without usable `input_ids` or `attention_mask`."""
     tensors = data.batch if isinstance(data, DataProto) else data

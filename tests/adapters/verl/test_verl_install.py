@@ -15,7 +15,7 @@ from megatron_balance import BalanceError
 from megatron_balance.adapters import verl as adapter
 
 ROOT = Path(__file__).parents[3]
-MODULES = ("verl.utils.seqlen_balancing", "verl.single_controller.base.decorator", "verl.single_controller.ray.base")
+MODULES = ("verl.utils.seqlen_balancing", "verl.single_controller.ray.base")
 HUNDRED = torch.tensor([100])
 VERLS_OWN, QWEN3_8B = [24576 * 100 + 100**2], [4_409_238]
 
@@ -40,7 +40,7 @@ def test_install_and_undo():
         assert adapter.install("Qwen3-8B") is installed
         kept = seqlen_balancing.calculate_workload
         assert kept(HUNDRED).tolist() == QWEN3_8B
-        with pytest.raises(BalanceError, match="verl is hooked already with Settings"):
+        with pytest.raises(BalanceError, match="verl is hooked already with CostModel"):
             adapter.install("Qwen3-4B")
     finally:
         installed.undo()
@@ -74,14 +74,18 @@ def test_the_variable_installs_it_by_the_entry_point(entry_points):
     """verl's platform alone is an external module here, so the plug-in is loaded by its entry point."""
     code = (
         "import verl, torch; from verl.utils import seqlen_balancing;"
-        "print(seqlen_balancing.calculate_workload(torch.tensor([100])).tolist())"
+        "from verl.single_controller.ray import base; from verl.trainer.ppo.v1.trainer_base import PPOTrainer;"
+        "hooked = lambda: PPOTrainer._balance_batch.__globals__['__name__'].startswith('megatron_balance');"
+        "before = hooked(); base.func_generator(None, '', None, None, None, True);"
+        "print(seqlen_balancing.calculate_workload(torch.tensor([100])).tolist(), before, hooked())"
     )
     variables = {"PYTHONPATH": entry_points, "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"}
-    found = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B dispatch=infer,train", **variables)
-    assert found.stdout.strip() == str(QWEN3_8B), found.stderr
+    found = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B", **variables)
+    # A trainer loads after the plug-in: it is hooked where a worker group is made.
+    assert found.stdout.strip() == f"{QWEN3_8B} False True", found.stderr
 
 
-@pytest.mark.parametrize(("value", "says"), [("model=none-such", "Qwen3-8B"), ("modle=x", "modle=x")])
+@pytest.mark.parametrize(("value", "says"), [("model=none-such", "Qwen3-8B"), ("dispatch=yes", "dispatch=yes")])
 def test_an_error_of_the_plug_in_ends_the_process(entry_points, value, says):
     """verl catches every Exception of a plug-in and says nothing."""
     found = run("import verl; print('went on')", MEGATRON_BALANCE_VERL=value, PYTHONPATH=entry_points)

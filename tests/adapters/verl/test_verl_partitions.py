@@ -1,14 +1,16 @@
-"""R10, R11, R13, R14: verl's own functions for the work of rows and for partitions, with the adapter in them."""
+"""R9 to R14: verl's own functions for the work of rows and for partitions, hooked; a DataProto in balanced parts."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from verl.protocol import DataProto
 from verl.utils import seqlen_balancing
-from verl_batches import installed
+from verl_batches import HEAVY_TAIL, installed, padded_batch
 
 from megatron_balance import BalanceError
+from megatron_balance.adapters import verl
 
 QWEN = {
     "model_type": "qwen2",
@@ -84,3 +86,36 @@ def test_62_rows_over_4_ranks():
 def test_what_cannot_be_parted_is_named(loads, says):
     with pytest.raises(BalanceError, match=says):
         partitions(loads, 3)
+
+
+@pytest.mark.parametrize(("num_rows", "of_part"), [(10, 3), (62, 16)])
+def test_rows_that_ranks_do_not_divide_come_back_in_order(num_rows, of_part):
+    """R9, R12. Padding is not at the end of a balanced order: trimmed before the order is undone, it loses a row."""
+    lengths = HEAVY_TAIL if num_rows == 10 else np.random.default_rng(0).integers(1, 200, num_rows)
+    balanced, rows = verl.balance_data_proto(padded_batch(lengths), 4), list(range(num_rows))
+    parts, back = list(balanced.parts), balanced.restore(list(balanced.parts))
+    assert [len(part) for part in parts] == [of_part] * 4
+    assert back.batch["row"].tolist() == rows
+    assert back.batch["attention_mask"].sum(dim=1).tolist() == list(lengths)
+    assert back.non_tensor_batch["name"].tolist() == [f"row {row}" for row in rows]
+    trimmed_first = DataProto.concat(parts)[:num_rows]
+    assert sorted(trimmed_first.batch["row"].tolist()) != rows
+
+
+@pytest.mark.parametrize(("model", "factor"), [(None, 24576), ({"mlp_workload_factor": 100}, 100)])
+def test_parts_have_equal_work_by_the_model_config(model, factor):
+    """R10, R14."""
+    lengths = np.random.default_rng(1).integers(1, 2000, 64)
+    work = lengths**2 + factor * lengths
+    parts = verl.balance_data_proto(padded_batch(lengths), 8, model_config=model).parts
+    loads = [int(work[part.batch["row"].numpy()].sum()) for part in parts]
+    assert max(loads) * 8 / sum(loads) < 1.002
+    assert work.reshape(8, 8).sum(axis=1).max() * 8 / work.sum() > 1.1
+
+
+def test_what_cannot_be_split_or_restored_is_named():
+    with pytest.raises(BalanceError, match="attention_mask or nested input_ids"):
+        verl.balance_data_proto(DataProto.from_dict({"a": torch.zeros(4)}), 2)
+    balanced = verl.balance_data_proto(padded_batch(HEAVY_TAIL), 4)
+    with pytest.raises(BalanceError, match="returned 9 rows for 12"):
+        balanced.restore(list(balanced.parts[:3]))

@@ -19,17 +19,21 @@ def work(tokens):
     return tokens**2 + 24576 * tokens
 
 
-def trainer_of(*, ppo_mini_batch_size, rollout_n=1, **attributes):
+def trainer_of(*, ppo_mini_batch_size, rollout_n=1, of_critic=None, **attributes):
     """The parts of a trainer that `_balance_batch` reads. Eight workers, two to a data-parallel rank."""
     actor = SimpleNamespace(ppo_mini_batch_size=ppo_mini_batch_size, get=lambda key: ppo_mini_batch_size)
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=rollout_n))
     mapping = [rank // 2 for rank in range(2 * DP_SIZE)]
     group = SimpleNamespace(_dispatch_info={}, _query_dispatch_info=lambda role: mapping)
     trainer = SimpleNamespace(
-        config=SimpleNamespace(actor_rollout_ref=role, trainer=SimpleNamespace(critic_warmup=0)),
+        config=SimpleNamespace(
+            actor_rollout_ref=role,
+            trainer=SimpleNamespace(critic_warmup=0),
+            critic=SimpleNamespace(ppo_mini_batch_size=of_critic),
+        ),
         actor_rollout_wg=group,
         tokenizer=SimpleNamespace(eos_token_id=0),
-        use_critic=False,
+        use_critic=of_critic is not None,
         global_steps=1,
         **attributes,
     )
@@ -68,9 +72,13 @@ def slices_of(rows, *, minibatch_rows):
     return rows.reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("of_trainer", ["rows, mini-batches kept", "rows", "keys"])
-def test_every_mini_batch_keeps_its_rows_and_is_balanced(of_trainer):
-    trainer = trainer_of(ppo_mini_batch_size=4, rollout_n=4)
+@pytest.mark.parametrize(
+    ("of_trainer", "of_critic"),
+    [("rows, mini-batches kept", None), *[("rows", size) for size in (None, 3, 4, 8)], ("keys", None), ("keys", 4)],
+)
+def test_every_mini_batch_keeps_its_rows_and_is_balanced(of_trainer, of_critic):
+    """R15: the smaller mini-batches of actor and critic; three prompts do not divide the actor's four."""
+    trainer = trainer_of(ppo_mini_batch_size=8 if of_critic == 4 else 4, rollout_n=4, of_critic=of_critic)
     if of_trainer == "keys":
         rows, metrics = balance_keys(trainer)
     else:

@@ -22,7 +22,7 @@ def installed(model=None, **options):
         adapter.undo()
 
 
-def padded_batch(lengths, *, uids=None, auto_padding=False, **meta):
+def padded_batch(lengths, *, uids=None):
     """A DataProto with an attention mask and the number of each row, as a tensor and as an object."""
     lengths = torch.tensor(lengths)
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
@@ -30,7 +30,7 @@ def padded_batch(lengths, *, uids=None, auto_padding=False, **meta):
     if uids is not None:
         columns["uid"] = np.array(uids, dtype=object)
     tensors = {"row": torch.arange(len(lengths)), "attention_mask": mask}
-    return DataProto.from_dict(tensors, columns, meta_info=dict(meta), auto_padding=auto_padding)
+    return DataProto.from_dict(tensors, columns)
 
 
 def nested_batch(lengths):
