@@ -12,8 +12,8 @@
 # workers load the plug-in themselves.
 #
 # Environment: NNODES (1), NUM_GPUS a node (8), TP of the rollout (2), MAX_TOKENS_PER_GPU (16384), MINI_BATCH prompts
-# (64), ENGINE (vllm), OUT (build/run_rl_verl), BALANCE, the plug-in's options (model=MODEL; also cost=tokens,
-# dispatch=yes; spaces between them).
+# (64), ENGINE (vllm), OUT (build/run_rl_verl), BALANCE, the plug-in's options (model=MODEL; also cost=tokens;
+# spaces between them).
 #
 # What is of this package: one environment variable, for the driver and for Ray's workers on every node, and four of
 # verl's own flags.

@@ -1,6 +1,6 @@
 """A pytest plugin that runs verl's own tests with the adapter on, in this process and in those that the tests start.
 
-MEGATRON_BALANCE_VERL="dispatch=yes" python -m pytest -p verl_plugin ...
+MEGATRON_BALANCE_VERL=1 python -m pytest -p verl_plugin ...
 """
 
 import os
@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("MEGATRON_BALANCE_VERL", "dispatch=yes")
+    os.environ.setdefault("MEGATRON_BALANCE_VERL", "1")
     os.environ["VERL_PLATFORM"] = "cpu"
     # verl imports these itself, in Ray's workers and in spawned processes as well.
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu_platform,megatron_balance.adapters.verl.plugin"

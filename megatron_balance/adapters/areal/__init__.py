@@ -1,14 +1,14 @@
-"""AReaL adapter: `install()` hooks it; other functions are for scripts that call them directly.
+"""AReaL adapter: `install()` hooks it, in the controller and in the processes that train.
 
     from megatron_balance.adapters import areal
     areal.install(cost="flops", model="Qwen3-8B")
 
 or, with nothing to edit, `python -m megatron_balance.adapters.areal --cost flops --model Qwen3-8B SCRIPT ...`.
 
-Only data-parallel heads redistribute after a rollout; the other ranks of a replica wait for them in a barrier. So
-errors of the heads are gathered on all ranks before that barrier.
+The single controller deals trajectories out to its workers; each worker packs what it gets. Trainers with one process a
+rank move trajectories between their ranks (`spmd.py`), which AReaL means to remove.
 
-Invariants: signatures and results are AReaL's; an error on one rank, head or not, raises on all.
+Invariants: signatures and results are AReaL's; an error on one rank raises on all.
 """
 
 from __future__ import annotations
@@ -17,42 +17,22 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.single_rank import (
-    MAX_WAIT_HOURS,
-    SingleRankLoad,
-    endless,
-    scaled_for_one_rank,
-    single_rank_hooks,
-)
-from megatron_balance.adapters.areal.trajectories import balance_batch, distributed_batch, make_dispatch, redistribute
+from megatron_balance.adapters.areal.batches import balance_batch, divide, item_lengths
+from megatron_balance.adapters.areal.spmd import MAX_WAIT_HOURS, buffer_device, group_or_world, spmd_hooks
 from megatron_balance.adapters.kit import Adapter, Function, Hook
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime import gather_lengths
 
-__all__ = [
-    "SingleRankLoad",
-    "balance_batch",
-    "distributed_batch",
-    "endless",
-    "install",
-    "is_installed",
-    "redistribute",
-    "scaled_for_one_rank",
-]
-
-_ROLLOUT = "areal.infra.dist_rollout"
-_CONTROLLER = "areal.infra.controller.train_controller"
+__all__ = ["balance_batch", "install", "is_installed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArealOptions:
-    """The arguments of `install`, with the cost model of a row."""
+    """The arguments of `install`, with the cost model of a sequence."""
 
     cost_model: CostModel
     single_rank_load: bool
@@ -92,78 +72,42 @@ def install(
     return adapter.hook(options, lambda: _hooks(options))
 
 
-def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
-    """The table: the redistribution, the controller's dispatch, micro-batches, and `single_rank_load`."""
+def _hooks(options: ArealOptions) -> list[Hook]:
+    """The table: the controller's dispatch, the micro-batches of each worker, and what ranks move among themselves."""
+    cost_model = options.cost_model
 
-    def redistribute_trajectories(
-        trajectories: list[dict[str, Any]], group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
-    ) -> Any:
-        # packing_algorithm names one of AReaL's algorithms, which the planner replaces.
-        from areal.infra.dist_rollout import RedistributedData
-
-        if isinstance(trajectories, RedistributedData):
-            return trajectories  # by `wrapper` below
-        group = _group_or_world(group)
-        moved = redistribute(trajectories, group=group, cost_model=options.cost_model, device=_buffer_device(group))
-        # Nothing in AReaL reads what other ranks have, and it takes as much memory as the trajectories of all ranks.
-        all_data: list[Any] = [None] * sum(map(len, moved.ids_per_rank))
-        for index, trajectory in zip(moved.ids_per_rank[group.rank()], moved.trajectories, strict=True):
-            all_data[index] = trajectory
-        return RedistributedData(
-            all_data=all_data, data=moved.trajectories, rank=group.rank(), group_indices=moved.ids_per_rank
+    def dispatch_tensors(item_list: list[dict[str, Any]], dp_size: int, group_size: int = 1) -> Any:
+        parts = divide(
+            [item_lengths(item) for item in item_list],
+            dp_size=dp_size,
+            cost_model=cost_model,
+            equal_count=True,
+            unit_size=group_size,
         )
-
-    def with_failures_shared(method: Function) -> Function:
-        @functools.wraps(method)
-        def wrapper(self: Any, trajectories: Any) -> Any:
-            problem = None
-            try:
-                if trajectories is not None:
-                    trajectories = redistribute_trajectories(trajectories, self.train_engine.data_parallel_group)
-            except BalanceError as error:
-                problem = str(error)
-            gather_lengths([], group=_group_or_world(self.train_engine.cpu_group), problem=problem)
-            return method(self, trajectories)
-
-        return wrapper
+        return [[item_list[index] for index in part] for part in parts], parts
 
     def allocate_balanced_mbs_synced(
         mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
     ) -> list[list[int]]:
-        group = _group_or_world(group) if dist.is_initialized() else None
+        group = group_or_world(group) if dist.is_initialized() else None
         return agreed_microbatches(
             lens,
             max_tokens=mb_spec.max_tokens_per_mb,
-            cost_model=options.cost_model,
+            cost_model=cost_model,
             least=mb_spec.n_mbs or 1,
             multiple=mb_spec.n_mbs_divisor,
             flag="max_tokens_per_mb",
             group=group,
-            device="cpu" if group is None else _buffer_device(group),
+            device="cpu" if group is None else buffer_device(group),
         )
 
-    return (
+    return [
         Hook(
-            target=f"{_ROLLOUT}:redistribute_trajectories",
-            parameters=("trajectories", "group", "packing_algorithm"),
-            wrap=lambda _: redistribute_trajectories,
-            why="balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
-            until="AReaL's redistribution takes an allocation function and lists of different lengths",
-        ),
-        Hook(
-            target=f"{_ROLLOUT}:DistRolloutCoordinator._broadcast_and_redistribute_trajectories",
-            parameters=("self", "trajectories"),
-            wrap=with_failures_shared,
-            why="an error of a data-parallel head raises on the ranks that wait for it too",
-            until="AReaL's ranks agree on failure before one raises",
-        ),
-        Hook(
-            target=f"{_CONTROLLER}:_dispatch_tensors",
+            target="areal.infra.controller.train_controller:_dispatch_tensors",
             parameters=("item_list", "dp_size", "group_size"),
-            wrap=lambda _: make_dispatch(options.cost_model),
+            wrap=lambda _: dispatch_tensors,
             why="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
-            bound_in=(_CONTROLLER, "areal.experimental.training_service.data_proxy.dispatcher"),
         ),
         Hook(
             target="areal.utils.data:allocate_balanced_mbs_synced",
@@ -172,19 +116,22 @@ def _hooks(options: ArealOptions) -> tuple[Hook, ...]:
             why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
             until="AReaL's ranks agree on failure before one raises",
         ),
-        *(single_rank_hooks(options.max_wait_hours) if options.single_rank_load else ()),
-    )
+        Hook(
+            target="areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
+            wrap=_refused,
+            why="the proxy that deals trajectories out and the workers are processes of a fixed command, without hooks",
+            until="their command can be chosen",
+        ),
+        *spmd_hooks(cost_model, max_wait_hours=options.max_wait_hours, single_rank_load=options.single_rank_load),
+    ]
 
 
-def _group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or all ranks, which AReaL means by None."""
-    found = dist.group.WORLD if group is None else group
-    assert found is not None
-    return found
+def _refused(init: Function) -> Function:
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise BalanceError(
+            "_version is v2: its processes start without hooks, so nothing would be balanced. Set _version: v1 in the "
+            "configuration of each engine, or train without balancing."
+        )
 
-
-def _buffer_device(group: dist.ProcessGroup) -> torch.device | str:
-    """The device of the buffers of the group's collectives."""
-    from areal.infra.platforms import current_platform
-
-    return "cpu" if "gloo" in dist.get_backend(group) else current_platform.current_device()
+    return wrapper

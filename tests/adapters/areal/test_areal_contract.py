@@ -14,6 +14,7 @@ from areal.api import cli_args
 from areal.infra.controller import train_controller
 from areal.infra.rpc import rtensor
 from areal.trainer import rl_trainer
+from areal.trainer.ppo.actor import PPOActorControllerV2
 from areal.utils import data as areal_data
 from areal.utils import seqpack
 
@@ -21,7 +22,7 @@ from megatron_balance import BalanceError
 from megatron_balance.adapters import areal
 
 HOOKED = (
-    "areal.experimental.training_service.data_proxy.dispatcher",
+    "areal.experimental.training_service.controller.controller",
     "areal.infra.controller.train_controller",
     "areal.infra.dist_rollout",
     "areal.trainer.rl_trainer",
@@ -168,16 +169,21 @@ def test_capacity_scales_with_the_ranks(
     monkeypatch.setattr(rl_trainer.PPOTrainer, "_init_rollout", init_rollout)
     installed = install(single_rank_load=True)
     config = cli_args.InferenceEngineConfig(consumer_batch_size=16, max_concurrent_rollouts=64)
-    follows = areal.scaled_for_one_rank(cli_args.InferenceEngineConfig(consumer_batch_size=16), dp_size=4)
-    assert (follows.consumer_batch_size, follows.max_concurrent_rollouts) == (64, None)
     trainer(dp_rank=dp_rank, dp_size=4)._init_rollout(config, is_eval=is_eval, lora_path=None)
     installed.undo()
     assert seen == [expected]
     assert (config.consumer_batch_size, config.max_concurrent_rollouts) == (16, 64)
 
 
-def test_batches_go_on_when_an_epoch_ends() -> None:
-    """R45: a batch is fetched whether or not the loader had to be started again."""
-    assert list(islice(areal.endless(["a", "b"]), 5)) == ["a", "b", "a", "b", "a"]
-    with pytest.raises(BalanceError, match="no batches"):
-        next(areal.endless([]))
+def test_batches_go_on_when_an_epoch_ends(install: Any) -> None:
+    """R45: AReaL's own `cycle_dataloader` fetches a batch of the hooked loader, started again or not."""
+    install(single_rank_load=True)
+    config = cli_args.TrainDatasetConfig(path="", type="rl", batch_size=4)
+    loader = trainer(dp_rank=0)._create_dataloader(list(range(8)), config, 0, 2)
+    assert [len(batch) for batch in islice(areal_data.cycle_dataloader(loader), 5)] == [4] * 5
+
+
+def test_controllers_whose_processes_would_not_be_hooked_are_refused(install: Any) -> None:
+    install()
+    with pytest.raises(BalanceError, match="_version: v1"):
+        PPOActorControllerV2(train_engine="", config=SimpleNamespace(backend="fsdp:d2"), scheduler=None)

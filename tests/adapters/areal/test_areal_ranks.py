@@ -15,10 +15,10 @@ import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec
 from areal.infra import dist_rollout
 from areal.utils.data import pad_sequences_to_tensors, split_padded_tensor_dict_into_mb_list
-from areal_trajectories import make_trajectory, random_lengths, row_digests, trajectory_digest
+from areal_trajectories import make_trajectory, random_lengths, trajectory_digest
 from gloo_ranks import run_ranks
 
-from megatron_balance import BalanceError, CostModel
+from megatron_balance import BalanceError
 from megatron_balance.adapters import areal
 
 # What the ranks run --------------------------------------------------------------------------------------------------
@@ -34,47 +34,10 @@ def error_of(function):
         return {"error": f"{type(error).__name__}: {error}", "ranks": int(everyone)}
 
 
-def refuse(counts, at_fault=None):
-    """What is wrong with as many trajectories on each rank; one rank has a function, which cannot be sent."""
-    rank = dist.get_rank()
-    trajectories = [make_trajectory(number, [5]) for number in range(counts[rank])]
-    if rank == at_fault:
-        trajectories[-1]["name"] = lambda: None
-    return error_of(
-        lambda: areal.redistribute(trajectories, group=dist.group.WORLD, cost_model=CostModel.tokens()).ids_per_rank
-    )
-
-
-def scatter(lengths, source):
-    batches = None
-    if dist.get_rank() == source:
-        batches = [make_trajectory(number, rows) for number, rows in enumerate(lengths)]
-    batch = areal.distributed_batch(batches, group=dist.group.WORLD)
-    return {
-        "shapes": {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)},
-        "longest": int(batch["attention_mask"].sum(1).max()),
-        "rows": row_digests(batch),
-    }
-
-
-def wait_longer_than_the_group(seconds, group_seconds, source):
-    """A load that takes longer than the group that moves the data waits; then the data moves in that group."""
-    group = dist.new_group(timeout=timedelta(seconds=group_seconds), backend="gloo")
-    single, calls = areal.SingleRankLoad(loads=dist.get_rank() == source), []
-
-    def load():
-        calls.append(dist.get_rank())
-        time.sleep(seconds)
-        return [make_trajectory(number, [number + 1]) for number in range(8)]
-
-    batch = areal.distributed_batch(single.run(load), group=group)
-    return calls, len(batch["attention_mask"])
-
-
 @functools.cache
-def _groups():
-    """Collective: every rank makes every group."""
-    dp_groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+def _groups(seconds=60):
+    """Collective: every rank makes every group; those that move data wait for so long."""
+    dp_groups = [dist.new_group(ranks, timeout=timedelta(seconds=seconds)) for ranks in ([0, 2], [1, 3])]
     replica_groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     return dp_groups[dist.get_rank() % 2], replica_groups[dist.get_rank() // 2]
 
@@ -85,8 +48,8 @@ class TrainEngine:
     config = None
     data_parallel_world_size = 2
 
-    def __init__(self):
-        self.data_parallel_group, self.context_and_model_parallel_group = _groups()
+    def __init__(self, group_seconds=60):
+        self.data_parallel_group, self.context_and_model_parallel_group = _groups(group_seconds)
         self.cpu_group = dist.group.WORLD
         self.data_parallel_rank = dist.get_rank() // 2
 
@@ -100,8 +63,9 @@ class TrainEngine:
 class RolloutEngine:
     """Trajectories of these lengths, whatever the prompts."""
 
-    def __init__(self, lengths, *, fails, without_mask):
-        self.lengths, self.fails, self.without_mask = lengths, fails, without_mask
+    def __init__(self, lengths, *, fails=False, without_mask=False, no_dict=False, seconds=0):
+        self.lengths, self.fails, self.seconds = lengths, fails, seconds
+        self.without_mask, self.no_dict = without_mask, no_dict
         self.calls = []
 
     def rollout_batch(self, data, workflow, workflow_kwargs=None, group_size=1):
@@ -116,16 +80,19 @@ class RolloutEngine:
     def _trajectories(self):
         if self.fails:
             raise ConnectionError("the inference server is gone")
+        time.sleep(self.seconds)
         first = 100 * dist.get_rank()
         made = [make_trajectory(first + number, rows) for number, rows in enumerate(self.lengths)]
-        return [{"rewards": one["rewards"]} for one in made] if self.without_mask else made
+        if self.no_dict:
+            made[-1] = [made[-1]]
+        return [{"rewards": trajectory["rewards"]} for trajectory in made] if self.without_mask else made
 
 
-def coordinate(lengths, method, single_rank_load, fails_on=None, without_mask_on=None):
-    """Result or error of a rank, and the rollouts that it called for."""
+def coordinate(lengths, method, single_rank_load, group_seconds=60, at_fault=None, **faults):
+    """Result or error of a rank, and the rollouts that it called for; one rank may be at fault."""
     rank = dist.get_rank()
-    engine = RolloutEngine(lengths[rank], fails=rank == fails_on, without_mask=rank == without_mask_on)
-    coordinator = dist_rollout.DistRolloutCoordinator(engine, TrainEngine())
+    engine = RolloutEngine(lengths[rank], **(faults if at_fault in (rank, None) else {}))
+    coordinator = dist_rollout.DistRolloutCoordinator(engine, TrainEngine(group_seconds))
     installed = areal.install(single_rank_load=single_rank_load)
 
     def batch():
@@ -176,37 +143,18 @@ def world(case, **arguments):
     return run_ranks(4, f"test_areal_ranks:{case}", **arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"counts": (2, 2, 2, 2), "at_fault": 2}, "cannot travel between ranks"),
-        ({"counts": (1, 1, 0, 1)}, "3 trajectories (or groups of them) for 4 data-parallel ranks"),
-    ],
-)
-def test_what_is_wrong_on_one_rank_raises_on_all(arguments, text):
-    results = world("refuse", **arguments)
-    (message,) = {result["error"] for result in results}
-    assert text in message
-    assert [result["ranks"] for result in results] == [4] * 4
-
-
-@pytest.mark.parametrize("source", [0, 3])
-def test_scatter_from_the_rank_that_loads(source):
-    """R43, R54: exactly n/dp rows each, padded again to the rank's own longest, bits kept."""
-    lengths = [[int(length)] for length in np.random.default_rng(3).integers(1, 60, 32)]
-    results = world("scatter", lengths=lengths, source=source)
-    for result in results:
-        assert result["shapes"]["attention_mask"] == (8, result["longest"])
-        assert result["shapes"]["hidden"] == (8, result["longest"], 8)
-        assert result["shapes"]["rewards"] == (8,)
-    loaded = [row for number, rows in enumerate(lengths) for row in row_digests(make_trajectory(number, rows))]
-    assert sorted(row for result in results for row in result["rows"]) == sorted(loaded)
-
-
 def test_a_load_may_take_longer_than_the_group_waits():
     """R43, R56: the other ranks load nothing and do not time out."""
-    results = world("wait_longer_than_the_group", seconds=2.5, group_seconds=1, source=1)
-    assert results == [([], 2), ([1], 2), ([], 2), ([], 2)]
+    results = world(
+        "coordinate",
+        lengths=lengths_of_heads(6, 6),
+        method="rollout_batch",
+        single_rank_load=True,
+        group_seconds=1,
+        seconds=2.5,
+    )
+    assert [result["calls"] for result in results] == [["rollout_batch"], [], [], []]
+    assert all(result["ids"] for result in results)
 
 
 def lengths_of_heads(*counts):
@@ -218,7 +166,7 @@ def lengths_of_heads(*counts):
 @pytest.mark.parametrize("method", ["rollout_batch", "prepare_batch"])
 @pytest.mark.parametrize(("counts", "single"), [((6, 6), False), ((8, 7), False), ((15, 5), True)])
 def test_the_coordinator_gives_every_head_its_share(method, counts, single):
-    """R43, R54, R56: with single_rank_load rank 0 scatters; the other head has rollouts it could load, and does not.
+    """R43, R44, R56: with single_rank_load rank 0 scatters; the other head has rollouts it could load, and does not.
 
     Without it numbers may differ among the heads: AReaL raises, and for 15 trajectories as well.
     """
@@ -239,15 +187,18 @@ def test_the_coordinator_gives_every_head_its_share(method, counts, single):
 
 
 @pytest.mark.parametrize(
-    ("fault", "single", "text"),
+    ("arguments", "text"),
     [
-        ({"fails_on": 0}, True, "ConnectionError: the inference server is gone"),
-        ({"without_mask_on": 2}, False, "attention_mask is a NoneType"),
+        ({"at_fault": 0, "fails": True, "single_rank_load": True}, "ConnectionError: the inference server is gone"),
+        ({"at_fault": 2, "without_mask": True}, "attention_mask is a NoneType"),
+        ({"at_fault": 2, "no_dict": True}, "AttributeError: 'list' object has no attribute"),
+        ({"lengths": [[[5]], [], [], []]}, "1 trajectories (or groups of them) for 2 data-parallel ranks"),
     ],
 )
-def test_what_one_head_meets_raises_on_ranks_without_data_too(fault, single, text):
+def test_what_one_head_meets_raises_on_ranks_without_data_too(arguments, text):
     results = world(
-        "coordinate", lengths=lengths_of_heads(4, 4), method="prepare_batch", single_rank_load=single, **fault
+        "coordinate",
+        **{"lengths": lengths_of_heads(4, 4), "method": "prepare_batch", "single_rank_load": False, **arguments},
     )
     assert [result["ranks"] for result in results] == [4] * 4
     assert all(text in result["error"] for result in results)

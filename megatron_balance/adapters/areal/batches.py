@@ -1,0 +1,182 @@
+"""Measures AReaL's batches and divides them among data-parallel ranks.
+
+A batch is a dict with `attention_mask` `[num_sequences, padded_seq_len]`. A tensor whose first two axes are the mask's
+has an entry a token. A tensor that shares only the first axis has an entry a sequence, and so has a list of
+`num_sequences` items. Anything else belongs to the batch as a whole. A trajectory is a batch of one prompt's sequences.
+
+Invariants: only whole columns that no sequence uses are cut, and only along the token axis, so that a hidden tensor
+`[num_sequences, padded_seq_len, hidden]` keeps its last axis; padding that is put back is 0, which is what AReaL pads
+with; every rank has an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_balance.adapters.kit import even_parts, row_costs
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+
+MASK = "attention_mask"
+
+Batch = dict[str, Any]
+TOKENS = CostModel.tokens()
+
+
+def divide(
+    lengths: Sequence[Sequence[int]], *, dp_size: int, cost_model: CostModel, equal_count: bool, unit_size: int = 1
+) -> list[list[int]]:
+    """Gives every rank items of nearly the same cost. Attention stays within a sequence: an item costs what those do.
+
+    `lengths` are the tokens of each sequence of each item; `unit_size` consecutive items stay together, such as the two
+    answers of a reward pair. With `equal_count` every rank gets as many units as the others, or one fewer, else one at
+    least. Returns `[dp_size]` ids of the items, ascending.
+    """
+    if unit_size < 1 or len(lengths) % unit_size:
+        raise BalanceError(
+            f"the number of items ({len(lengths)}) must be divisible by group_size ({unit_size}), which stay together."
+        )
+    num_units = len(lengths) // unit_size
+    if num_units < dp_size:
+        raise BalanceError(
+            f"{num_units} trajectories (or groups of them) for {dp_size} data-parallel ranks: their number must be >= "
+            "that of the ranks, so that every rank has one. Raise the batch size, or use fewer ranks."
+        )
+    of_items = [int(row_costs(np.array(of_item, dtype=np.int64), cost_model=cost_model).sum()) for of_item in lengths]
+    costs = [sum(of_items[start : start + unit_size]) for start in range(0, len(lengths), unit_size)]
+    parts = even_parts(costs, num_parts=dp_size, equal_count=equal_count)
+    return [(part[:, None] * unit_size + np.arange(unit_size)).reshape(-1).tolist() for part in parts]
+
+
+def balance_batch(
+    batches: Sequence[Mapping[str, Any]],
+    dp_num: int,
+    *,
+    cost_model: CostModel = TOKENS,
+    equal_count: bool = True,
+) -> list[Batch]:
+    """Divides the sequences of padded batches among ranks and pads each rank's to its own longest.
+
+    Args:
+        batches: one or more dicts of tensors `[num_sequences, padded_seq_len, ...]` with `attention_mask`; each may
+            have its own number of sequences and its own padding.
+        dp_num: data-parallel ranks. The one argument that AReaL's callers pass by position.
+        cost_model: what a sequence costs; by default its tokens.
+        equal_count: as many sequences on every rank, or one fewer; False for any number, which balances better where
+            a rank has two or three.
+
+    Returns:
+        `[dp_num]` batches.
+
+    Raises:
+        BalanceError: a batch has no mask, keys differ, or there are fewer sequences than ranks.
+
+    Example:
+        >>> import torch
+        >>> lengths = [8, 1, 2, 7]
+        >>> batch = {"attention_mask": torch.arange(8) < torch.tensor(lengths)[:, None]}
+        >>> [part["attention_mask"].sum(1).tolist() for part in balance_batch([batch], 2)]
+        [[8, 1], [2, 7]]
+    """
+    lengths = [[length] for batch in batches for length in sequence_lengths(batch)]
+    sequences = [sequence for batch in batches for sequence in _split(batch)]
+    parts = divide(lengths, dp_size=dp_num, cost_model=cost_model, equal_count=equal_count)
+    return [_join([sequences[index] for index in part]) for part in parts]
+
+
+def item_lengths(item: Mapping[str, Any]) -> list[int]:
+    """From the mask, else the shape of the first tensor or handle with two axes or more, else a sequence of one token.
+
+    A handle of a remote tensor (`RTensor`) knows only its shape: its sequences count with their padded length.
+    """
+    mask = item.get(MASK)
+    if isinstance(mask, Tensor):
+        return sequence_lengths(item)
+    for value in (mask, *item.values()):
+        tensor = value if isinstance(value, Tensor) else getattr(value, "data", None)
+        if isinstance(tensor, Tensor) and tensor.dim() >= 2 and len(tensor):
+            return [int(tensor.shape[1])] * len(tensor)
+    return [1]
+
+
+def sequence_lengths(batch: Mapping[str, Any]) -> list[int]:
+    """Tokens of each sequence: up to the last one that the mask includes."""
+    mask = batch.get(MASK)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not len(mask):
+        seen = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise BalanceError(
+            f"a trajectory's {MASK} is {seen}: it must be a tensor [num_sequences, padded_seq_len] of one or more."
+        )
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.where(mask != 0, positions, 0).amax(dim=1).tolist() if mask.shape[1] else [0] * len(mask)
+
+
+def _has_entry_a_token(value: object, *, mask: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == mask.shape
+
+
+def trimmed(batch: Mapping[str, Any]) -> Batch:
+    """The batch without the columns of padding that none of its sequences uses; other values are the same objects."""
+    mask, longest = batch[MASK], max(sequence_lengths(batch))
+    return {
+        name: value[:, :longest] if _has_entry_a_token(value, mask=mask) else value for name, value in batch.items()
+    }
+
+
+def _split(batch: Mapping[str, Any]) -> list[Batch]:
+    """One batch of a single sequence, without padding, for each."""
+    mask = batch[MASK]
+
+    def part(value: Any, index: int, length: int) -> Any:
+        if _has_entry_a_token(value, mask=mask):
+            return value[index : index + 1, :length]
+        is_tensor = isinstance(value, Tensor) and value.dim() > 0
+        if (is_tensor or isinstance(value, list)) and len(value) == len(mask):
+            return value[index : index + 1]
+        return value
+
+    return [
+        {name: part(value, index, length) for name, value in batch.items()}
+        for index, length in enumerate(sequence_lengths(batch))
+    ]
+
+
+def _join(batches: Sequence[Mapping[str, Any]]) -> Batch:
+    """One batch of all their sequences, in order, padded with 0 at the end of every axis but the first."""
+    first = batches[0]
+    for index, batch in enumerate(batches):
+        if batch.keys() != first.keys():
+            raise BalanceError(
+                f"batch {index} has the keys {sorted(batch)} and batch 0 has {sorted(first)}: they must be the same."
+            )
+    joined: Batch = {}
+    for name, value in first.items():
+        values = [batch[name] for batch in batches]
+        if isinstance(value, Tensor) and value.dim():
+            joined[name] = _padded_together(values, name=name)
+        elif isinstance(value, list):
+            joined[name] = [entry for entries in values for entry in entries]
+        else:
+            joined[name] = value
+    return joined
+
+
+def _padded_together(tensors: Sequence[Tensor], *, name: str) -> Tensor:
+    """`[num_sequences_i, *axes_i]` → `[sum of num_sequences_i, *largest axes]`."""
+    num_axes = {tensor.dim() for tensor in tensors}
+    if len(num_axes) != 1:
+        raise BalanceError(f"{name!r} has {sorted(num_axes)} axes in different batches: it must have the same in all.")
+    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded: list[Tensor] = []
+    for tensor in tensors:
+        missing = [size - present for size, present in zip(largest, tensor.shape[1:], strict=True)]
+        # functional.pad counts axes from the last one.
+        widths = [width for size in reversed(missing) for width in (0, size)]
+        padded.append(functional.pad(tensor, widths) if any(missing) else tensor)
+    return torch.cat(padded)

@@ -1,0 +1,297 @@
+"""What AReaL's trainers with one process a rank do among their ranks: the redistribution, and `single_rank_load`.
+
+Only data-parallel heads roll out and redistribute; the other ranks of a replica wait for them in a barrier. Each head
+packs its trajectories into bytes; lengths, keys and problems of all are gathered; every head makes the same plan; one
+exchange moves the bytes. Heads may have different numbers of trajectories, and none at all.
+
+With `single_rank_load` the first data-parallel rank has the whole data loader, all of `consumer_batch_size` and
+`max_concurrent_rollouts`; the redistribution divides its trajectories. A rollout may take longer than the time-out of a
+process group, so ranks wait for it in one of their own, over gloo, whose time-out is a parameter.
+
+Invariants: every trajectory goes to one rank, with equal bits and in memory of its own; whatever error one rank has,
+every rank raises one that quotes it; evaluation stays on every rank, and nothing changes on one data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from megatron_balance.adapters.areal.batches import Batch, divide, sequence_lengths, trimmed
+from megatron_balance.adapters.kit import Function, Hook
+from megatron_balance.adapters.kit.ranks import move_rows, moving_row
+from megatron_balance.cost.model import CostModel
+from megatron_balance.errors import BalanceError
+from megatron_balance.runtime import gather_lengths
+from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.samples import KeySpec, Sample, SampleSchema
+
+Outcome = TypeVar("Outcome")
+
+MAX_WAIT_HOURS = 168.0
+"""Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
+
+_COORDINATOR = "areal.infra.dist_rollout:DistRolloutCoordinator"
+_TRAINER = "areal.trainer.rl_trainer:PPOTrainer"
+
+
+def spmd_hooks(cost_model: CostModel, *, max_wait_hours: float, single_rank_load: bool) -> list[Hook]:
+    """The rows of the redistribution, and of `single_rank_load` where that is asked for."""
+
+    def redistribute(trajectories: Any, group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd") -> Any:
+        # packing_algorithm names one of AReaL's algorithms, which the planner replaces.
+        from areal.infra.dist_rollout import RedistributedData
+
+        if isinstance(trajectories, RedistributedData):
+            return trajectories  # by `shared` below
+        return RedistributedData(**_redistribute(trajectories, group=group_or_world(group), cost_model=cost_model))
+
+    def shared(method: Function) -> Function:
+        @functools.wraps(method)
+        def wrapper(self: Any, trajectories: list[Batch] | None) -> list[Batch]:
+            moved = None
+            if trajectories is not None:
+                moved = attempt(redistribute, trajectories, self.train_engine.data_parallel_group)
+            return method(self, _agreed(moved, group=group_or_world(self.train_engine.cpu_group)))
+
+        return wrapper
+
+    def row(target: str, parameters: str, wrap: Callable[[Function], Function], why: str) -> Hook:
+        until = "AReaL removes the launchers that start a process a rank"
+        return Hook(target=target, wrap=wrap, parameters=tuple(parameters.split()), why=why, until=until)
+
+    rows = [
+        row(
+            "areal.infra.dist_rollout:redistribute_trajectories",
+            "trajectories group packing_algorithm",
+            lambda _: redistribute,
+            "balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
+        ),
+        row(
+            f"{_COORDINATOR}._broadcast_and_redistribute_trajectories",
+            "self trajectories",
+            shared,
+            "an error of a data-parallel head raises on the ranks that wait for it too",
+        ),
+    ]
+    if not single_rank_load:
+        return rows
+    by_one = functools.partial(_rolled_out_by_one, max_wait_hours=max_wait_hours)
+    why = "single_rank_load: one rank rolls out, with the data loader and the capacity of all; the others wait for it"
+    return [
+        *rows,
+        row(f"{_COORDINATOR}.rollout_batch", "self workflow group_size", by_one, why),
+        row(f"{_COORDINATOR}.prepare_batch", "self workflow group_size", by_one, why),
+        row(f"{_TRAINER}._create_dataloader", "self dataset dataset_config rank world_size", _loaded_by_one, why),
+        row(f"{_TRAINER}._init_rollout", "self rollout_config is_eval", _with_whole_capacity, why),
+    ]
+
+
+def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or all ranks, which AReaL means by None."""
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    return chosen
+
+
+def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
+    """The device of the buffers of the group's collectives."""
+    from areal.infra.platforms import current_platform
+
+    return "cpu" if "gloo" in dist.get_backend(group) else current_platform.current_device()
+
+
+def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
+    """The outcome, once every rank of the group has one; a BalanceError on all of them where one has failed."""
+    problem = outcome.problem if isinstance(outcome, Failure) else None
+    try:
+        gather_lengths([], group=group, problem=problem)
+    except BalanceError as error:
+        raise error from (outcome.error if isinstance(outcome, Failure) else None)
+    assert not isinstance(outcome, Failure), "a problem raises"
+    return outcome
+
+
+# The redistribution --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a tensor, within a trajectory that travels without its tensors."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _redistribute(trajectories: Sequence[Batch], *, group: dist.ProcessGroup, cost_model: CostModel) -> dict[str, Any]:
+    """The trajectories of all heads balanced: the fields of AReaL's RedistributedData.
+
+    Nothing in AReaL reads what other ranks have, and it takes as much memory as the trajectories of all ranks: those
+    are None in `all_data`.
+    """
+    device = buffer_device(group)
+    packed = attempt(_pack_all, trajectories, device)
+    samples, lengths, schema = ([], [], None) if isinstance(packed, Failure) else packed
+    gathered = gather_lengths(
+        [length for of_trajectory in lengths for length in of_trajectory],
+        num_segments=[len(of_trajectory) for of_trajectory in lengths],
+        ragged_lengths=[sample.ragged_lengths for sample in samples],
+        group=group,
+        schema=schema,
+        problem=packed.problem if isinstance(packed, Failure) else None,
+        device=device,
+    )
+    # From here on all ranks know the same, so an error raises on every one.
+    of_all = gathered.segments_of(np.arange(gathered.lengths.size))
+    parts = divide(of_all, dp_size=group.size(), cost_model=cost_model, equal_count=False)
+    ranks = np.zeros(len(of_all), dtype=np.int64)
+    for rank, part in enumerate(parts):
+        ranks[part] = rank
+    arrived = move_rows(samples, ranks=ranks, gathered=gathered, group=group, schema=_MOVING, device=device)
+    data, all_data = [_unpack(sample) for sample in arrived], [None] * len(of_all)
+    for index, trajectory in zip(parts[group.rank()], data, strict=True):
+        all_data[index] = trajectory
+    return {"all_data": all_data, "data": data, "rank": group.rank(), "group_indices": parts}
+
+
+def _pack_all(
+    trajectories: Sequence[Batch], device: torch.device | str
+) -> tuple[list[Sample], list[list[int]], SampleSchema | None]:
+    lengths = [sequence_lengths(trajectory) for trajectory in trajectories]
+    schema = SampleSchema.shared_by(map(_schema_of, trajectories))
+    return [_pack(trimmed(trajectory), device=device) for trajectory in trajectories], lengths, schema
+
+
+def _pack(trajectory: Batch, *, device: torch.device | str) -> Sample:
+    """A trajectory as a sample that can move: the bytes of its tensors, and the rest pickled, as AReaL pickles it."""
+    parts: list[Tensor] = []
+
+    def take(tensor: Tensor) -> _Place:
+        flat = tensor.detach().to(device).contiguous().reshape(-1)
+        parts.append(flat.view(torch.uint8))
+        return _Place(tensor.dtype, tensor.shape)
+
+    rest = pickle.dumps(tree_map_only(Tensor, take, trajectory))
+    text = torch.frombuffer(bytearray(rest), dtype=torch.uint8).to(device)
+    return moving_row({"(rest)": text, "(tensors)": torch.cat(parts)})
+
+
+def _unpack(sample: Sample) -> Batch:
+    rest, flat, start = sample.ragged["(rest)"], sample.ragged["(tensors)"], 0
+
+    def put(place: _Place) -> Tensor:
+        nonlocal start
+        stop = start + place.shape.numel() * place.dtype.itemsize
+        # A copy of its own begins where any dtype may.
+        part, start = flat[start:stop].clone(), stop
+        return part.view(place.dtype).reshape(place.shape)
+
+    # Of a rank of this run, whose objects AReaL unpickles as well (all_gather_object).
+    return tree_map_only(_Place, put, pickle.loads(rest.cpu().numpy().tobytes()))  # noqa: S301
+
+
+_MOVING = SampleSchema.of(moving_row(dict.fromkeys(("(rest)", "(tensors)"), torch.empty(0, dtype=torch.uint8))))
+
+
+def _schema_of(trajectory: Mapping[str, Any]) -> SampleSchema:
+    """What all trajectories must share to be padded together later: keys and dtypes."""
+    dtypes = {name: value.dtype for name, value in trajectory.items() if isinstance(value, Tensor)}
+    keys = [KeySpec(name, dtype=dtypes.get(name, torch.uint8), kind="per_sample") for name in trajectory]
+    return SampleSchema((*keys, *(key for key in _MOVING.keys if key.kind == "ragged")))
+
+
+# single_rank_load ----------------------------------------------------------------------------------------------------
+
+
+def _rolled_out_by_one(method: Function, *, max_wait_hours: float) -> Function:
+    name = method.__name__
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> list[Batch]:
+        engine, rollout_engine = self.train_engine, self.rollout_engine
+        if engine.data_parallel_world_size == 1:
+            return method(self, *args, **kwargs)
+        if not hasattr(self, "_balance_waiting_group"):
+            timeout = timedelta(hours=max_wait_hours)
+            self._balance_waiting_group = dist.new_group(backend="gloo", timeout=timeout)
+        wait = functools.partial(_agreed, group=self._balance_waiting_group)
+        if not engine.is_data_parallel_head():
+            # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
+            wait(None)
+            return method(self, *args, **kwargs)
+
+        def roll_out(*of_engine: Any, **by_name: Any) -> list[Any]:
+            loads = _is_first(engine)
+            return wait(attempt(getattr(rollout_engine, name), *of_engine, **by_name) if loads else [])
+
+        stand_in = copy.copy(self)
+        stand_in.rollout_engine = SimpleNamespace(**{name: roll_out})
+        return method(stand_in, *args, **kwargs)
+
+    return wrapper
+
+
+def _is_first(engine: Any) -> bool:
+    return engine.is_data_parallel_head() and engine.data_parallel_rank == 0
+
+
+@dataclass(frozen=True)
+class IdleDataLoader:
+    """Replaces the data loader on ranks that load nothing: trainers count steps by its length, and it has no data."""
+
+    num_batches: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        raise BalanceError("this rank loads nothing under single_rank_load: only the rank that loads has batches.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """An empty state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Accepts an empty state."""
+
+
+def _loaded_by_one(create: Function) -> Function:
+    @functools.wraps(create)
+    def wrapper(self: Any, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
+        from areal.api.cli_args import ValidDatasetConfig
+
+        if world_size == 1 or isinstance(dataset_config, ValidDatasetConfig):
+            return create(self, dataset, dataset_config, rank=rank, world_size=world_size)
+        whole = create(self, dataset, dataset_config, rank=0, world_size=1)
+        # Of another rank only the length is needed; it reads nothing until it is iterated.
+        return whole if _is_first(self.actor) else IdleDataLoader(len(whole), dataset_config.batch_size)
+
+    return wrapper
+
+
+def _with_whole_capacity(init: Function) -> Function:
+    @functools.wraps(init)
+    def wrapper(self: Any, rollout_config: Any, is_eval: bool = False, **kwargs: Any) -> Any:
+        dp_size = self.actor.data_parallel_world_size
+        if dp_size > 1 and not is_eval and _is_first(self.actor):
+            # AReaL divides both by the number of data-parallel ranks.
+            rollout_config = copy.deepcopy(rollout_config)
+            rollout_config.consumer_batch_size *= dp_size
+            if rollout_config.max_concurrent_rollouts is not None:  # None means consumer_batch_size
+                rollout_config.max_concurrent_rollouts *= dp_size
+        return init(self, rollout_config, is_eval, **kwargs)
+
+    return wrapper
