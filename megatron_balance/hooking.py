@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,9 @@ Function = Callable[..., Any]
 ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
 """Environment variable: 1 in every process allows other releases, of all systems; hooks are still checked."""
 
+SWITCH = "MEGATRON_BALANCE"
+"""Environment variable: 0 in every process turns balancing off, whatever flags and scripts say."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
@@ -44,6 +48,8 @@ class Hook:
             when they call it; by default where it is defined.
         parameters: parameters of the target that the wrapper relies on.
         first: the first release that has the target, as `(major, minor)`.
+        last: the last one that needs the hook.
+        needed: when a run needs it, in the words of the system's own table of options; empty for always.
         late: modules that are not loaded are left out, as are names bound to a hook already (`while_installed`): the
             table can be installed again once more modules are loaded.
     """
@@ -55,6 +61,8 @@ class Hook:
     bound_in: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     first: tuple[int, int] = (0, 0)
+    last: tuple[int, int] = (999, 0)
+    needed: str = ""
     late: bool = False
 
     @property
@@ -68,8 +76,8 @@ class Hook:
         return self.bound_in or (self.home,)
 
     def is_in(self, release: tuple[int, ...]) -> bool:
-        """True if a release has the target."""
-        return self.first <= release
+        """True if a release has the target, and needs the hook."""
+        return self.first <= release[:2] <= self.last
 
 
 _MARK = "is_balance_hook"
@@ -174,9 +182,13 @@ class Installation(Generic[Settings]):
     def install(self, settings: Settings, *, hook: Callable[[], Undoable]) -> Installation[Settings]:
         """Install hooks that serve these settings; `hook` installs all of them, or raises and changes nothing.
 
+        Where balancing is switched off nothing is installed, and a line of the log says so.
+
         Raises:
             BalanceError: hooks for other settings are installed; nothing is changed then.
         """
+        if is_off(self._system):
+            return self
         if self.settings is None:
             self._in_place, self.settings = [hook()], settings
         elif settings != self.settings:
@@ -213,6 +225,18 @@ class Installation(Generic[Settings]):
             self._in_place[-1].undo()
             self._in_place.pop()
         self.settings = None
+
+
+def is_off(system: str) -> bool:
+    """True where the environment switches balancing off; the first rank says so once."""
+    is_zero = os.environ.get(SWITCH) == "0"
+    if is_zero and os.environ.get("RANK", "0") == "0" and system not in _said_off:
+        _said_off.add(system)
+        logging.getLogger(__name__).warning("%s=0: %s runs without balancing, and ignores its flags.", SWITCH, system)
+    return is_zero
+
+
+_said_off: set[str] = set()
 
 
 def check_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:

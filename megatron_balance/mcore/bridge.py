@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks
+from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.hooks import install_core
+from megatron_balance.mcore.hooks import supported_version
 from megatron_balance.mcore.loop import run_of_model
 from megatron_balance.mcore.run import CurrentRun, current, run_of
 from megatron_balance.model.shape import ModelShape
@@ -61,7 +61,9 @@ def install_bridge(
         BalanceError: Megatron-Bridge is missing, of another version or has changed, or is hooked with other settings;
             nothing is changed then.
     """
-    install_core()
+    if is_off("Megatron-Bridge"):
+        return bridge_installation
+    supported_version()
     settings = BridgeSettings(max_tokens_per_gpu, cost, tuple(flags))
     try:
         from megatron.bridge.package_info import __version__

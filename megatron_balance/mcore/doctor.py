@@ -20,7 +20,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_balance.errors import BalanceError
@@ -28,6 +27,7 @@ from megatron_balance.mcore.options import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.settings import costs_of, policy_of, topology_of
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.process import version_of
 from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def check_packages() -> Iterator[Finding]:
     from megatron_balance.mcore.hooks import supported_version
 
     try:
-        # After the + Megatron puts the commit of the repository that this process was started in.
-        package = f"megatron-core {supported_version().partition('+')[0]}"
+        package = f"megatron-core {supported_version()}"
     except BalanceError as error:
         yield Finding(False, str(error))
     else:
@@ -84,14 +83,7 @@ def _loaded(module: str, *, package: str, remedy: str) -> Finding:
         importlib.import_module(module)
     except (ImportError, OSError) as error:
         return Finding(False, f"{module} of {package} does not load: {error}; {remedy}")
-    return Finding(True, f"{package} {'' if ' ' in package else _version(package)} loads")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package).partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return "none"
+    return Finding(True, f"{package} {'' if ' ' in package else version_of(package)} loads")
 
 
 def check_hooks() -> Iterator[Finding]:
@@ -155,7 +147,7 @@ def check_cluster(*, flags: Sequence[str], found: Sequence[str]) -> Iterator[Fin
     places = [_Place(*json.loads(text)) for text in texts]
     hosts = list(dict.fromkeys(place.host for place in places))
     yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
-    settings = {f"version of {package}": _version(package) for package in COMPARED}
+    settings = {f"version of {package}": version_of(package) or "none" for package in COMPARED}
     settings |= {"version of megatron_balance": build_version(), "version of python": platform.python_version()}
     settings["the command line"] = " ".join(flags)
     try:

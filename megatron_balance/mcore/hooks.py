@@ -4,9 +4,9 @@
     installed = install()    # before Megatron parses arguments
     installed.undo()
 
-Without a balance flag the wrappers stay in place, those of `megatron.core` too (Attention.forward,
-TransformerLayer.forward, MambaMixer.forward and others), and call Megatron's own functions: the run is stock.
-`undo()` takes them out and ends the run's threads, processes and groups; every rank calls it after the same step.
+`install` hooks `megatron.training` alone; without a balance flag these wrappers call Megatron's own functions: the run
+is stock. A balanced run hooks what it needs of `megatron.core` before its first step (`core_hooks`).
+`undo()` takes all out and ends the run's threads, processes and groups; every rank calls it after the same step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,31 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks
+from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
-from megatron_balance.mcore.run import CurrentRun, current, run_of_megatron
+from megatron_balance.mcore.options import Options, holds
+from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
 from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.process import version_of
 
 SUPPORTED_VERSIONS = ("0.17", "0.18", "0.19")
 """Megatron Core releases on which the tests run."""
+
+
+def _run_of_megatron() -> Run | None:
+    """The balanced run of Megatron's loop; None where it stays stock, or a script parses no Megatron arguments."""
+    from megatron.training import get_args
+
+    args: Any = get_args()
+
+    def build() -> Run | None:
+        if not hasattr(args, "balance_data"):
+            return None
+        return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), hooks=core_hooks, args=args)
+
+    return run_of(args, build)
 
 
 def _while_balancing(
@@ -149,14 +166,14 @@ HOOKS = (
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         bound_in=("megatron.training.training",),
         parameters=("pp_size", "vp_size"),
-        wrap=_while_balancing(_schedule, run=run_of_megatron),
+        wrap=_while_balancing(_schedule, run=_run_of_megatron),
         why="train() asks it for the schedule of every step and passes the data iterator to that",
         until="train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point",
     ),
     Hook(
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
-        wrap=_while_balancing(_evaluate, run=run_of_megatron),
+        wrap=_while_balancing(_evaluate, run=_run_of_megatron),
         why="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
@@ -172,6 +189,7 @@ HOOKS = (
         wrap=_while_balancing(_communicate_shapes),
         why="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
         until="the schedules take a shape for each micro-batch",
+        needed="pipeline_model_parallel_size>1",
     ),
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
@@ -179,6 +197,7 @@ HOOKS = (
         wrap=_while_balancing(_split_by_document, in_step=True),
         why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
+        needed=":context_parallel",
         first=(0, 19),
     ),
     Hook(
@@ -187,6 +206,7 @@ HOOKS = (
         wrap=_while_balancing(_in_own_group(MicrobatchContext.rotary_group)),
         why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
         until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
+        needed="balance_context_parallel",
         first=(0, 19),
     ),
     Hook(
@@ -194,6 +214,7 @@ HOOKS = (
         wrap=_while_balancing(_in_own_group(MicrobatchContext.router_group)),
         why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
+        needed="balance_context_parallel num_experts",
         first=(0, 19),
     ),
     Hook(
@@ -202,6 +223,8 @@ HOOKS = (
         wrap=_while_balancing(_apply_expert_bias),
         why="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
         until="0.20, which gives the mask a second dimension",
+        needed="num_experts",
+        last=(0, 19),
     ),
     Hook(
         target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
@@ -210,13 +233,15 @@ HOOKS = (
         wrap=_while_balancing(_count_tokens),
         why="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
         until="Megatron scales auxiliary losses by the tokens of the group, at least one",
+        needed="num_experts",
     ),
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
         parameters=("padding_mask",),
         wrap=_while_balancing(_get_embeddings),
         why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
-        until="Megatron passes the mask on unchanged",
+        until="Megatron passes the mask on unchanged, as its dev branch does",
+        needed="num_experts mtp_num_layers",
         first=(0, 18),
     ),
     Hook(
@@ -225,56 +250,55 @@ HOOKS = (
         wrap=_while_balancing(_mixer_forward, in_step=True),
         why="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
         until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences",
+        needed=":mamba",
         first=(0, 19),
     ),
 )
 
 
-def hooks_of(version: str, *, core: bool = False) -> tuple[Hook, ...]:
-    """The hooks for a version of Megatron Core; `core` for those in `megatron.core` alone, which every loop needs."""
+def hooks_of(version: str) -> list[Hook]:
+    """The hooks for a version of Megatron Core."""
     major, minor = (int(number) for number in version.split(".")[:2])
-    hooks = (hook for hook in HOOKS if hook.is_in((major, minor)))
-    return tuple(hook for hook in hooks if not core or all(place.startswith("megatron.core.") for place in hook.places))
+    return [hook for hook in HOOKS if hook.is_in((major, minor))]
+
+
+def core_hooks(options: Options) -> list[Hook]:
+    """The hooks in `megatron.core` that a balanced run with these options needs."""
+    hooks = (hook for hook in hooks_of(supported_version()) if holds(hook.needed, options))
+    return [hook for hook in hooks if all(place.startswith("megatron.core.") for place in hook.places)]
 
 
 installation: Installation[str] = Installation("Megatron")
 """The hooks of this process; its settings are the version of Megatron Core."""
 
-core_installation: Installation[str] = Installation("Megatron Core")
-"""The hooks within `megatron.core` alone, for hand-written loops; empty where `installation` has them all."""
-
 
 def install() -> Installation[str]:
-    """Hook Megatron in this process. Installing twice installs once.
+    """Hook Megatron's training loop in this process. Installing twice installs once.
+
+    Under MEGATRON_BALANCE=0 scripts parse the balance flags all the same, and nothing reads them.
 
     Raises:
         BalanceError: Megatron is missing, of another version, or a target has moved; no hook is in place then.
     """
-    if installation.settings is None:
+    if is_off("Megatron"):
+        installation.add(install_hooks(HOOKS[:1], version="megatron-core"))
+    elif installation.settings is None:
         version = supported_version()
-        core_installation.undo()  # its hooks are among these
-        patches = install_hooks(hooks_of(version), version=f"megatron-core {version}")
+        patches = install_hooks(
+            [hook for hook in hooks_of(version) if hook.places[0].startswith("megatron.training.")],
+            version=f"megatron-core {version}",
+        )
         installation.install(version, hook=CurrentRun)  # undone last, after the hooks
         installation.add(patches)
     return installation
 
 
-def install_core() -> Installation[str]:
-    """Hook `megatron.core` in this process, unless `install` has; outside of balanced steps the hooks do nothing."""
-    if installation.settings is not None:
-        return installation
-    version = supported_version()
-    hooks = hooks_of(version, core=True)
-    return core_installation.install(version, hook=lambda: install_hooks(hooks, version=f"megatron-core {version}"))
-
-
 def supported_version() -> str:
-    """The version of Megatron Core in this environment, if it is one of SUPPORTED_VERSIONS or ANY_VERSION is set."""
-    try:
-        from megatron.core.package_info import __version__
-    except ModuleNotFoundError as error:
+    """The version of the Megatron Core that is imported, if it is one of SUPPORTED_VERSIONS or ANY_VERSION is set."""
+    version = version_of("megatron-core")
+    if version is None:
         raise BalanceError(
             "megatron-core is not installed: pip install '.[megatron]' in a clone, or set PYTHONPATH to it."
-        ) from error
+        )
     remedy = f"install megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*"
-    return check_version(__version__, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)
+    return check_version(version, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)

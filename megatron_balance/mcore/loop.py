@@ -17,8 +17,9 @@ from typing import Any
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import is_off
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.hooks import core_installation, install_core
+from megatron_balance.mcore.hooks import core_hooks
 from megatron_balance.mcore.run import CurrentRun, build_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
 from megatron_balance.mcore.step.packs import BalancedStep
@@ -65,7 +66,6 @@ def balanced_schedule(
     Raises:
         BalanceError: on every rank: a setting that balancing does not go with, or ranks that differ.
     """
-    install_core()
     run = run_of_model(
         model,
         flags=["--max-tokens-per-gpu", str(max_tokens_per_gpu), *flags],
@@ -95,7 +95,6 @@ class BalancedSchedule:
 
         Every rank calls it after the same step. Hooks that `install` put in place stay.
         """
-        core_installation.undo()
         CurrentRun().undo()
 
     def __call__(self, **arguments: Any) -> Any:
@@ -120,6 +119,8 @@ def run_of_model(
 
     Without `eval_iters` forward-only calls stay Megatron's own; `known` are further options by Megatron's names.
     """
+    if is_off("Megatron Core"):
+        return None
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config, unwrap_model
 
@@ -147,6 +148,7 @@ def run_of_model(
             f"{type(inner).__name__} has no vocab_size, so that its FLOPs are not known: give cost (a ModelShape or a "
             "CostModel), or the flag --no-balance-by-flops."
         )
+    pattern = getattr(inner, "hybrid_layer_pattern", None) or getattr(inner, "hybrid_override_pattern", None)
     engine = any("transformer_engine" in type(module).__module__ for module in inner.modules())
     stock_attention = any(type(module).__name__ == "DotProductAttention" for module in inner.modules())
     sizes = ("data", "context", "tensor_model", "pipeline_model", "expert_model", "expert_tensor")
@@ -165,6 +167,7 @@ def run_of_model(
             "spec": None if stock_attention and not engine else "the model's",
             "use_megatron_fsdp": type(chunks[0]).__name__ == "FullyShardedDataParallel",
             "use_torch_fsdp2": type(chunks[0]).__name__ == "TorchFullyShardedDataParallel",
+            "hybrid_layer_pattern": pattern,
             "position_embedding_type": getattr(inner, "position_embedding_type", None),
             "seq_length": getattr(inner, "max_sequence_length", 0),
             **known,
@@ -176,11 +179,10 @@ def run_of_model(
     def shape() -> ModelShape:
         if isinstance(cost, ModelShape):
             return cost
-        pattern = getattr(inner, "hybrid_layer_pattern", None) or getattr(inner, "hybrid_override_pattern", None)
         read = ModelShape.from_transformer_config(
             config, padded_vocab_size=vocab_size or 0, hybrid_layer_pattern=pattern or ""
         )
         return replace(read, lora_rank=lora_rank)
 
     given = cost if isinstance(cost, CostModel) else None
-    return build_run(options, shape=shape, cost=given)
+    return build_run(options, shape=shape, hooks=core_hooks, cost=given)

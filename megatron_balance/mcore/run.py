@@ -10,14 +10,14 @@ groups in the same order, those of other ranks among them.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import Hook, Patches, install_hooks
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.options import Options, nothing_balances
 from megatron_balance.mcore.setup.flags import refuse
@@ -25,7 +25,7 @@ from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_d
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.mcore.step.figures import RunLog
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import close_all
+from megatron_balance.runtime.process import close_all, version_of
 from megatron_balance.runtime.start import agree
 from megatron_balance.version import build_version
 
@@ -48,6 +48,9 @@ MEGATRON_SETTINGS = (
 _built: tuple[Any, BalancedForwardBackward | None] | None = None
 """What the run was built for and the run; kept, since evaluation asks for a schedule repeatedly."""
 
+_hooks: dict[str, Patches] = {}
+"""Of `megatron.core`, in place for runs of this process, by target."""
+
 
 def current() -> BalancedForwardBackward | None:
     """The balanced run, once its first step has begun; None in a stock run."""
@@ -62,36 +65,32 @@ def run_of(owner: Any, build: Callable[[], BalancedForwardBackward | None]) -> B
     return _built[1]
 
 
-def run_of_megatron() -> BalancedForwardBackward | None:
-    """The balanced run of Megatron's loop; None where it stays stock, or a script parses no Megatron arguments."""
-    from megatron.training import get_args
-
-    args: Any = get_args()
-
-    def build() -> BalancedForwardBackward | None:
-        if not hasattr(args, "balance_data"):
-            return None
-        return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), args=args)
-
-    return run_of(args, build)
-
-
 class CurrentRun:
     """The run as an entry of an `Installation`, which removes it."""
 
     def undo(self) -> None:
-        """Forget the run, and end its threads, processes and groups."""
+        """Remove the hooks that it needed, forget it, and end its threads, processes and groups."""
         global _built
+        while _hooks:
+            target, patches = list(_hooks.items())[-1]
+            patches.undo()
+            del _hooks[target]
         _built = None
         close_all()
 
 
 def build_run(
-    options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None, args: Namespace | None = None
+    options: Options,
+    *,
+    shape: Callable[[], ModelShape],
+    hooks: Callable[[Options], Sequence[Hook]],
+    cost: CostModel | None = None,
+    args: Namespace | None = None,
 ) -> BalancedForwardBackward | None:
     """The balanced run of any loop, or None where it stays stock; every rank of the world calls it.
 
-    Options, `shape` and `cost` are as for `settings_of`; `args` are those of Megatron's own loop.
+    Options, `shape` and `cost` are as for `settings_of`; `hooks` are those that a run with some options needs, `args`
+    those of Megatron's own loop.
 
     Raises:
         BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
@@ -104,6 +103,10 @@ def build_run(
         if not nothing_balances(options):
             refuse_bound_device()
             settings = settings_of(options, shape=shape, cost=cost)
+            version = f"megatron-core {version_of('megatron-core')}"
+            for hook in hooks(options):
+                if hook.target not in _hooks:
+                    _hooks[hook.target] = install_hooks([hook], version=version)
     except BalanceError as error:
         problem = str(error)
     meeting = meeting_of_world(timeout=timeout_of(options))
@@ -125,8 +128,7 @@ def build_run(
 def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
     """Everything that must be equal on all ranks, by name."""
     said = {"balancing": "on", "version of megatron_balance": build_version()}
-    # After the + of its version Megatron puts the commit of the repository that it was started in.
-    said |= {f"version of {name}": metadata.version(name).partition("+")[0] for name in PACKAGES}
+    said |= {f"version of {name}": str(version_of(name)) for name in PACKAGES}
     said |= {
         name: str(value) for name, value in options.items() if name.startswith(OUR_FLAGS) and name not in OUR_FILES
     }

@@ -1,13 +1,15 @@
 """This process: the device and packages that it computes with, its node, and what it has started.
 
-torchrun numbers the ranks of a node one after another, and sets LOCAL_WORLD_SIZE.
+Launchers number the ranks of a node one after another, and say in the environment how many they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import platform
+import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,12 @@ from megatron_balance.version import build_version
 DeviceKind = Literal["cuda", "cpu"]
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
+
+_NODE_SIZES = (
+    *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+)
+"""Of torchrun, mpirun and srun, which writes `8(x2)` for two nodes of eight."""
 
 _device_kind: DeviceKind = "cuda"
 _started = contextlib.ExitStack()
@@ -39,14 +47,26 @@ def device_kind() -> DeviceKind:
 def environment(device: str) -> dict[str, Any]:
     """`device`, `clock`, `threads` on a CPU, and `versions` of the packages, for the record of a measurement."""
     versions = {"megatron-balance": build_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    versions |= {package: version for package in PACKAGES if (version := version_of(package)) is not None}
     if device == "cpu":
         hardware = {"device": processor(), "threads": torch.get_num_threads(), "clock": "CPU seconds of the process"}
     else:
         hardware = {"device": torch.cuda.get_device_name(), "clock": "CUDA events"}
     return {**hardware, "versions": versions}
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package, without the commit after its `+`; None where it has none.
+
+    Of Megatron Core that of the module which is imported: a checkout has no metadata, or those of another release.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # the first is of missing metadata too
+        if package == "megatron-core":
+            version: str = importlib.import_module("megatron.core.package_info").__version__
+        else:
+            version = metadata.version(package)
+        return version.partition("+")[0]
+    return None
 
 
 def processor() -> str:
@@ -59,9 +79,13 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def local_world_size() -> int | None:
-    """Ranks of this process's node; None where no launcher has said."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+def ranks_of_node() -> tuple[int | None, str]:
+    """Ranks of this process's node, and what says so: its launcher, or the GPUs; None where nothing does."""
+    for name in _NODE_SIZES:
+        if size := re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(name, "")):
+            return int(size[1]), name
+    num_gpus = torch.cuda.device_count() if device_kind() == "cuda" and torch.cuda.is_available() else 0
+    return num_gpus or None, "its GPUs"
 
 
 def close_on_undo(close: Callable[[], object]) -> None:

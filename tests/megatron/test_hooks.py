@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import types
 from dataclasses import replace
 
 import pytest
 
 from megatron_balance import BalanceError, hooking
-from megatron_balance.mcore import hooks
+from megatron_balance.mcore import balanced_schedule, hooks, install_bridge
 
 
 def test_install_and_undo_restore_the_very_functions() -> None:
@@ -25,20 +26,52 @@ def test_install_and_undo_restore_the_very_functions() -> None:
         installed.undo()  # nor does undoing twice
 
 
-@pytest.mark.parametrize("core_first", [True, False])
-def test_hooks_for_a_loop_of_ones_own_are_put_in_place_once(core_first: bool) -> None:
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.training import training
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({}, set()),
+        ({"pipeline_model_parallel_size": 2}, {"_communicate_shapes"}),
+        ({"context_parallel_size": 2}, {"_get_batch_on_this_cp_rank_per_sequence_balancing"}),
+        ({"num_experts": 4}, {"_apply_expert_bias", "get_tokens_per_expert_and_token_count"}),
+        ({"hybrid_layer_pattern": "M*-"}, {"forward"}),
+    ],
+)
+def test_a_run_hooks_what_it_needs_of_megatron_core(options: dict[str, object], needed: set[str]) -> None:
+    """Fault: twelve hooks in every process, so that one moved target of a feature that is off ended a dense run."""
+    names = [re.split("[:.]", hook.target)[-1] for hook in hooks.core_hooks(options)]
+    assert sorted(names) == sorted({"backward_step"} | needed)
 
-    stock = schedules.backward_step
-    installs = [hooks.install_core, hooks.install]
-    placed = [install() for install in (installs if core_first else reversed(installs))]
-    assert schedules.backward_step.__wrapped__ is stock  # type: ignore[attr-defined]
-    assert training.get_forward_backward_func is not schedules.get_forward_backward_func
-    for installed in reversed(placed):
-        installed.undo()
-    assert schedules.backward_step is stock
-    assert training.get_forward_backward_func is schedules.get_forward_backward_func
+
+def test_a_hook_that_upstream_has_made_needless_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
+    for version, there in (("0.19.2", True), ("0.20.0", False)):
+        targets = [hook.target for hook in hooks.hooks_of(version)]
+        assert any("_apply_expert_bias" in target for target in targets) is there
+
+
+def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.training import arguments, training
+
+    monkeypatch.setattr("megatron_balance.hooking._said_off", set())
+    monkeypatch.setenv("MEGATRON_BALANCE", "0")
+    monkeypatch.setattr("megatron.core.package_info.__version__", "0.12.1")  # of no concern to a stock run
+    before = arguments.add_megatron_arguments, training.get_forward_backward_func, training.evaluate
+    for _ in range(2):
+        installed = hooks.install()
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(["--balance-by-flops", "--balance-context-parallel"])  # refused without the switch
+    assert args.balance_by_flops
+    assert (training.get_forward_backward_func, training.evaluate) == before[1:]
+    installed.undo()
+    assert arguments.add_megatron_arguments is before[0]
+    schedule = object()
+    assert balanced_schedule(schedule, model=None, max_tokens_per_gpu=1) is schedule  # type: ignore[arg-type]
+    install_bridge(max_tokens_per_gpu=1).undo()  # Megatron-Bridge is not installed
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"MEGATRON_BALANCE=0: {system} runs without balancing, and ignores its flags."
+        for system in ("Megatron", "Megatron Core", "Megatron-Bridge")
+    ]
 
 
 def test_without_a_flag_megatron_gets_its_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -264,3 +265,23 @@ def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(BalanceError, match=rf"install transformer-engine {oldest} or newer"):
         parsed(flags)
     parsed("--transformer-impl local --spec module function")
+
+
+@pytest.mark.parametrize("metadata", ["0.19.2", None])
+@pytest.mark.parametrize("flags", [f"--hybrid-layer-pattern M*M- {PACKED}", SIZED])
+def test_a_rule_about_a_release_asks_the_module_that_is_imported(
+    monkeypatch: pytest.MonkeyPatch, metadata: str | None, flags: str
+) -> None:
+    """Fault: pip's metadata of another release, or none, let both through."""
+
+    def version(name: str) -> str:
+        if metadata is None:
+            raise PackageNotFoundError(name)
+        return metadata
+
+    parser()  # imports what asks for other packages
+    monkeypatch.setattr("importlib.metadata.version", version)
+    for imported in ("0.18.3", None):
+        monkeypatch.setattr("megatron.core.package_info.__version__", imported)
+        with pytest.raises(BalanceError, match=r"install megatron-core 0\.19"):
+            parsed(f"{flags} --transformer-impl local --spec module function")

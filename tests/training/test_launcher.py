@@ -51,6 +51,21 @@ def test_a_script_gets_its_arguments_its_folder_and_the_hooks(tmp_path: Path) ->
         assert said in done.stdout, done.stderr
 
 
+def test_the_switch_makes_both_ways_in_stock_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import megatron_balance.mcore.autoinstall, sys\n"
+        "from megatron.training import arguments, training\n"
+        "hooked = hasattr(training.get_forward_backward_func, '__wrapped__')\n"
+        "print('balance_by_flops' in arguments.parse_args(), hooked)\n"
+    )
+    monkeypatch.setenv("MEGATRON_BALANCE", "0")
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8"
+    done = launch(str(script), *flags.split(), "--micro-batch-size", "1", "--balance-by-flops")
+    assert "True False" in done.stdout, done.stderr
+    assert done.stderr.count("MEGATRON_BALANCE=0: Megatron runs without balancing, and ignores its flags.") == 1
+
+
 def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_balance.adapters.kit import Adapter, Hook
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import is_off
 
 __all__ = ["NAME", "install", "is_installed"]
 
@@ -45,8 +46,12 @@ def install() -> Adapter[str]:
         from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
         module, _, name = _SHUFFLER.partition(":")
-        _factory().register(NAME, make_shuffler_class(getattr(importlib.import_module(module), name)))
-        adapter.add(_Registration())
+        stock = getattr(importlib.import_module(module), name)
+        if is_off("recsys-examples"):  # configurations name the shuffler all the same
+            _factory().is_registered(NAME) or _factory().register(NAME, stock)
+        else:
+            _factory().register(NAME, make_shuffler_class(stock))
+            adapter.add(_Registration())
     return adapter
 
 

@@ -11,7 +11,7 @@ is text: terms between spaces, all of which must hold.
 | `name=x,y`, `name!=x,y` | its value is one of these, or none of these; a list counts by its entries |
 | `name>1`, `name<1` | its value, or the largest of a list, is a number above or below; 0 where it is not given |
 | `engine<2.10` | layers are Transformer Engine's, and the release installed is older |
-| `core<0.19` | the release of Megatron Core installed is older |
+| `core<0.19` | the release of Megatron Core that is imported is older, or not known |
 | `:name` | a condition of `_NAMED` holds |
 
 Options are named as argparse stores them; one that a release lacks counts as not given.
@@ -19,13 +19,13 @@ Options are named as argparse stores them; one that a release lacks counts as no
 
 from __future__ import annotations
 
-import contextlib
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from importlib.resources import files
 from typing import Any, NamedTuple
+
+from megatron_balance.runtime.process import version_of
 
 Options = Mapping[str, Any]
 """Megatron's options and the balance flags by the names under which argparse stores them, parsed or validated."""
@@ -75,6 +75,11 @@ def dynamic_cp_problem(options: Options) -> str | None:
 def nothing_balances(options: Options) -> bool:
     """No flag asks for balancing."""
     return not (options.get("use_dynamic_batch_size") or options.get("balance_data"))
+
+
+def holds(condition: str, options: Options) -> bool:
+    """True if all terms of a condition hold."""
+    return all(term.holds(options) for term in map(_term, condition.split()))
 
 
 def messages(options: Options, *subjects: str) -> list[str]:
@@ -136,14 +141,15 @@ def _older(package: str, oldest: str) -> Callable[[Options], bool]:
     def numbers(version: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
-    def holds(options: Options) -> bool:
-        # Megatron itself misses the engine; of a checkout, hooks check the version.
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            applies = package == "core" or options.get("transformer_impl") == "transformer_engine"
-            return applies and numbers(metadata.version(_FLAGS[package])) < numbers(oldest)
-        return False
+    def is_older(options: Options) -> bool:
+        version = version_of(_FLAGS[package])
+        if package == "engine" and options.get("transformer_impl") != "transformer_engine":
+            return False
+        if version is None:  # Megatron itself misses the engine
+            return package == "core"
+        return numbers(version) < numbers(oldest)
 
-    return holds
+    return is_older
 
 
 def _flag_of(name: str) -> str:
@@ -220,6 +226,10 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "documents": (
         ("dataloader_inter_document_masking", "sft"),
         lambda options: bool(options.get("dataloader_inter_document_masking") and not options.get("sft")),
+    ),
+    "context_parallel": (
+        ("context_parallel_size", "balance_context_parallel"),
+        lambda options: bool(_largest(options, "context_parallel_size") > 1 or options.get("balance_context_parallel")),
     ),
     "aux_loss": (
         ("moe_aux_loss_coeff", "num_experts"),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import is_off
 from megatron_balance.mcore.options import CAUTIONS, cautions, messages, problems
 from megatron_balance.planner import OBJECTIVES
 
@@ -39,8 +40,9 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
         parsed, unknown = parse_known_args(args, namespace, **rest)
-        fill_in(parsed, options=vars(parsed))
-        refuse(vars(parsed))
+        if not is_off("Megatron"):
+            fill_in(parsed, options=vars(parsed))
+            refuse(vars(parsed))
         return parsed, unknown
 
     parser.parse_known_args = checked  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
 from megatron_balance.runtime.failure import share
-from megatron_balance.runtime.process import close_on_undo, local_world_size
+from megatron_balance.runtime.process import close_on_undo, ranks_of_node
 from megatron_balance.runtime.start import Meeting, agree
 
 LAZY_GLOO = "megatron_balance_gloo"
@@ -67,7 +67,7 @@ class Layout:
             state.get_context_parallel_rank(),
             state.get_pipeline_model_parallel_rank(),
             state.get_data_parallel_rank(),
-            local_world_size() or 0,
+            ranks_of_node()[0] or 0,
         )
         meeting, places = meeting_of_world(timeout=timeout), [place]
         if meeting is not None:

@@ -26,7 +26,7 @@ from megatron_balance.mcore.options import Options, cautions
 from megatron_balance.mcore.setup.alignment import bucketed_limits, token_alignment
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import local_world_size
+from megatron_balance.runtime.process import ranks_of_node
 from megatron_balance.topology import Limits, Topology
 
 
@@ -188,11 +188,12 @@ def _exchange(
         # The file is of all heads; each tensor-parallel rank receives its own.
         measured = calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
         return measured, "measured in the run of --balance-cost"
-    # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and torchrun puts
+    # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and launchers put
     # consecutive ranks on a node.
-    here, ranks_of_group = local_world_size() or 1, topology.tp_size * topology.dynamic_cp_sizes[-1]
-    spans_nodes = topology.num_gpus > here and here % ranks_of_group
+    (node_size, source), ranks_of_group = ranks_of_node(), topology.tp_size * topology.dynamic_cp_sizes[-1]
+    spans_nodes = topology.num_gpus > (node_size or 1) and (node_size or 1) % ranks_of_group
     link, where = (BETWEEN_NODES, "between nodes") if spans_nodes else (WITHIN_NODE, "within a node")
+    where += f" of {node_size} ranks by {source}" if node_size else ""
     assumed = exchange_flops_per_token(
         shape(),
         bytes_per_second=link,
