@@ -4,7 +4,7 @@
 
 `RolloutManager` is a Ray actor. The functions of miles that make the schedule are pickled by name, so the actor would
 import miles's own. What is hooked in the driver is the one function that the actor's class has bound; in the actor it
-hooks the others before it runs. miles schedules locally with several LoRA adapters in a batch and with images: such
+hooks the schedule before it runs. miles schedules locally with several LoRA adapters in a batch and with images: such
 batches stay stock.
 """
 
@@ -13,21 +13,23 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections import Counter
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch
-from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule, mask_copies
+from megatron_balance.adapters.kit import Adapter, Hook, check_not_started, launch
+from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule
 from megatron_balance.cost.rates import Model
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
 _MANAGER = "miles.ray.rollout.rollout_manager"
 _REMEDY = "check out the commit of docs/adapters.md from github.com/radixark/miles, or train without balancing"
+_UNTIL = "miles takes a schedule function by path, as it takes others"
 
 driver: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY)
 """The hook of the driver."""
 
 actor: Adapter[SlimeOptions] = Adapter("miles", remedy=_REMEDY)
-"""The hooks of the process that makes the schedule."""
+"""The hook of the process that makes the schedule."""
 
 is_installed = driver.is_installed
 
@@ -40,9 +42,6 @@ def install(*, cost: str | None = None, model: Model | None = None, objective: s
     """
     options = SlimeOptions(cost=cost, model=model, objective=objective)
     return driver.hook(options, lambda: _hooks_of_driver(options))
-
-
-_UNTIL = "miles takes a schedule function by path, as it takes others"
 
 
 def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
@@ -69,26 +68,12 @@ def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
         Hook(
             target="miles.utils.dp_schedule:build_dp_schedule",
             parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
-            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options),
+            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
             why="it tells which rank runs which samples in which micro-batch",
             until=_UNTIL,
             bound_in=("miles.utils.dp_schedule", _CONVERSION),
         ),
-        Hook(
-            target=f"{_CONVERSION}:_package_shards",
-            parameters=("args", "data", "partitions"),
-            wrap=lambda stock: functools.partial(_package_masked, stock),
-            why="copies that fill an empty micro-batch are masked before shards are sent",
-            until="miles's trainer runs an empty micro-batch",
-        ),
     )
-
-
-def _package_masked(stock: Function, args: Any, data: dict[str, Any], partitions: Any) -> list[dict[str, Any]]:
-    shards: list[dict[str, Any]] = stock(args, data, partitions)
-    for shard in shards:
-        mask_copies(shard)
-    return shards
 
 
 if __name__ == "__main__":

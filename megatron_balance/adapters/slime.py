@@ -15,14 +15,14 @@ Invariants (slime's own, from the module docstring of slime/utils/dp_schedule.py
 
     - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
     - no micro-batch of two samples or more is over the cap
-    - every kept sample is placed once; further mentions are `MaskedCopy`
+    - every kept sample is placed once
     - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
     - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
       cheapest first, or in the pipeline's order
 
-slime's trainer cannot run an empty micro-batch. Where one would stay empty (five samples that fill one each, on four
-ranks), a rank runs a copy of the step's shortest sample with a loss mask of zeros: slime's own way to take a sample out
-of the loss (`Sample.remove_sample`). Loss and gradients do not change.
+slime's trainer cannot run an empty micro-batch. A step with fewer samples than its plan has micro-batches (five samples
+that fill one each, on four ranks) is slime's own: one process plans for all ranks, so all take it. Where slime fails as
+well, a BalanceError says what to change, before any data is sent.
 
 `RolloutManager` is a Ray actor. Its class is pickled by value when the first one starts, with what its module has
 bound by then. Ray pickles a function with an importable name by that name, so what is bound is a `partial`.
@@ -31,7 +31,9 @@ bound by then. Ray pickles a function with an importable name by that name, so w
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +46,9 @@ from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
 from megatron_balance.topology import Limits, Topology
 
-__all__ = ["MaskedCopy", "SlimeOptions", "balanced_dp_schedule", "install", "is_installed"]
+__all__ = ["SlimeOptions", "balanced_dp_schedule", "install", "is_installed"]
+
+logger = logging.getLogger(__name__)
 
 SPECS_DESCRIBED_BY_CHECKPOINT = (
     "slime_plugins.models.glm5.glm5",
@@ -113,17 +117,9 @@ def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
             target="slime.utils.dp_schedule:build_dp_schedule",
             parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
             bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
-            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options),
+            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
             why="RolloutManager asks it which rank runs which samples in which micro-batch",
             until="slime takes a schedule function by path, as it takes others",
-        ),
-        Hook(
-            target="slime.observability.rollout_data_utils:tensorize_rollout_data_for_training",
-            parameters=("rollout_data",),
-            bound_in=("slime.observability.rollout_data_utils", "slime.ray.rollout"),
-            wrap=lambda stock: functools.partial(_tensorize_masked, stock),
-            why="the last function before data is sent: copies that fill an empty micro-batch are masked there",
-            until="slime's trainer runs an empty micro-batch",
         ),
     )
 
@@ -131,6 +127,7 @@ def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
 def balanced_dp_schedule(
     stock: Function,
     options: SlimeOptions,
+    counts: Counter[str],
     args: Any,
     train_parallel_config: dict[str, int],
     total_lengths: list[int],
@@ -151,30 +148,53 @@ def balanced_dp_schedule(
         keeps = getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size and len(steps) > 1
         if not keeps or steps[-1].size < train_parallel_config["dp_size"]:
             del steps[-1]
+    build = functools.partial(stock, args, train_parallel_config)
     if not (args.balance_data or getattr(args, "balance_by_flops", False)) or not steps:
         # slime's function raises its own error where there are too few rollouts.
-        sizes = {"global_batch_size": global_batch_size, "rollout_indices": rollout_indices}
-        return stock(args, train_parallel_config, total_lengths, **sizes)
+        return build(total_lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices)
     lengths = as_integers(total_lengths, name="total_lengths")
     cost_model, limits = options.cost_model(args), _limits(args)
     topology = _topology(args, train_parallel_config=train_parallel_config)
     partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
     num_microbatches: list[int] = []
-    for samples in steps:
+    for samples, num_groups in zip(steps, num_rollouts, strict=False):
         schedule = build_data_schedule(
             lengths[samples], cost_model=cost_model, topology=topology, limits=limits, objective=options.objective
         )
-        num_microbatches.append(schedule.num_microbatches)
-        # What an empty micro-batch runs: the shortest sample that has tokens.
-        known: list[int] = schedule.lengths.tolist()
-        copy = MaskedCopy(min(range(len(known)), key=lambda sample: (known[sample] == 0, known[sample], sample)))
-        for partition, indices, slots in zip(partitions, micro_batch_indices, _in_slime_order(schedule), strict=True):
-            for held in slots:
-                indices.append(list(range(len(partition), len(partition) + max(len(held), 1))))
-                # A copy stays a MaskedCopy when it becomes a position of the rollout batch.
-                partition += [type(local)(samples[local]) for local in held or [copy]]
+        counts["steps"] += 1
+        if schedule.slot_counts().all():
+            ranks = _in_slime_order(schedule)
+        else:
+            groups = [rollout_indices[sample] for sample in samples]
+            stock_step = functools.partial(build, global_batch_size=num_groups, rollout_indices=groups)
+            ranks = _stock_step(stock_step, schedule, counts)
+        num_microbatches.append(len(ranks[0]))
+        for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
+            for slot in slots:
+                indices.append(list(range(len(partition), len(partition) + len(slot))))
+                partition += samples[slot].tolist()
     return partitions, micro_batch_indices, num_microbatches, num_rollouts[: len(steps)]
+
+
+def _stock_step(build: Function, schedule: DataSchedule, counts: Counter[str]) -> list[list[list[int]]]:
+    """For every rank, for every micro-batch, samples of a step by the trainer's own function, logged and counted."""
+    counts["stock"] += 1
+    few = f"{schedule.lengths.size} samples for {schedule.num_microbatches} micro-batches on each rank"
+    try:
+        partitions, indices, _, _ = build(schedule.lengths.tolist())
+    except AssertionError as error:
+        raise BalanceError(
+            f"a step has {few}, and it fails without balancing too ({error}): change "
+            "--global-batch-size or the samples of a rollout, or raise --max-tokens-per-gpu."
+        ) from error
+    # Once as a warning: with rollouts of any number of samples it may be every second step.
+    level = logging.WARNING if counts["stock"] == 1 else logging.INFO
+    text = "A step has %s: all ranks take its plan of a run without balancing, as in %d of %d steps so far."
+    logger.log(level, text, few, counts["stock"], counts["steps"])
+    return [
+        [[part[place] for place in slot] for slot in slots] for part, slots in zip(partitions, indices, strict=True)
+    ]
 
 
 def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topology:
@@ -222,34 +242,7 @@ def _in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
         groups.append(sorted(range(first, first + span), key=lambda rank: (-costs[rank], schedule.ranks[rank])))
     groups.sort(key=lambda ranks: ([-costs[rank] for rank in ranks], schedule.ranks[ranks[0]]))
     order = 1 if is_makespan(schedule.objective, topology=schedule.topology) else -1
-    return [[list(held) for held in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]
-
-
-class MaskedCopy(int):
-    """Position in the rollout batch of a sample that also runs elsewhere; the loss of this copy is masked."""
-
-
-def mask_copies(rollout_data: dict[str, Any]) -> None:
-    """Masks the copies of one rank in place, before its data is sent; `partition` then holds plain integers."""
-    partition = rollout_data.get("partition", [])
-    copies = [index for index, sample in enumerate(partition) if isinstance(sample, MaskedCopy)]
-    if not copies:
-        return
-    if "loss_masks" not in rollout_data:
-        raise BalanceError(
-            "the rollout data has no loss_masks, and a step has fewer samples than micro-batches: let "
-            "--custom-convert-samples-to-train-data-path give loss_masks, or raise --max-tokens-per-gpu."
-        )
-    masks = list(rollout_data["loss_masks"])
-    for index in copies:
-        masks[index] = [0] * len(masks[index])
-    rollout_data["loss_masks"] = masks
-    rollout_data["partition"] = [int(sample) for sample in partition]
-
-
-def _tensorize_masked(stock: Function, rollout_data: dict[str, Any]) -> None:
-    mask_copies(rollout_data)
-    stock(rollout_data)
+    return [[list(slot) for slot in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]
 
 
 if __name__ == "__main__":

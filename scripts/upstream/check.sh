@@ -52,6 +52,7 @@ check_slime() {
         PYTHONPATH=$PYTHONPATH:$checkout "$root/.venv-upstream-slime/bin/python" -m pytest --noconftest \
             -p no:cacheprovider -p slime_plugin "$@"
     }
+    SLIME_CHECKOUT=$checkout .venv/bin/python -m pytest -q -m checkout tests/adapters/slime/test_slime_schedule.py
     cd "$checkout"
     run tests/test_dp_schedule.py tests/test_process_rollout_data.py tests/test_megatron_argument_validation.py \
         tests/test_train_data_utils.py "$@"

@@ -1,4 +1,4 @@
-"""miles, a fork of slime: the schedule is made by the adapter in the process of the actor; copies carry no loss.
+"""miles, a fork of slime: the schedule is made by the adapter in the process of the actor.
 
 On a double of its modules, and with MILES_CHECKOUT (marked `checkout`) on its own schedule and its own cut.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slime_double import FIVE_LONG, build_dp_schedule, check_copies_are_masked, data_of, parallel_config, qwen3_4b
+from slime_double import FIVE_LONG, build_dp_schedule, data_of, parallel_config, qwen3_4b
 
 from megatron_balance.adapters import miles
 
@@ -73,14 +73,20 @@ def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     miles.actor.undo()
 
 
-def test_the_actor_hooks_itself_and_masks_copies(manager: Any) -> None:
+def test_the_actor_hooks_itself_and_a_step_of_too_few_samples_is_mileses_own(
+    manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     before = sys.modules[CONVERSION].build_dp_schedule
     miles.install()
     # As Ray sends it: by value, into a process where nothing is hooked.
     split = pickle.loads(pickle.dumps(manager.split_train_data_by_dp))
     assert sys.modules[CONVERSION].build_dp_schedule is before
     args = qwen3_4b(global_batch_size=5, calculate_per_token_loss=False)
-    check_copies_are_masked(split(args, data_of(FIVE_LONG), parallel_config()))
+    shards = split(args, data_of(FIVE_LONG), parallel_config())
+    assert sorted(sample for shard in shards for sample in shard["partition"]) == [0, 1, 2, 3, 4]
+    assert [len(shard["micro_batch_indices"]) for shard in shards] == [1] * 4
+    assert all(all(mask) for shard in shards for mask in shard["loss_masks"])
+    assert "all ranks take its plan of a run without balancing" in caplog.text
 
 
 def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
