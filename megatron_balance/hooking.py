@@ -40,7 +40,7 @@ class Hook:
     """One function or method to wrap.
 
     Attributes:
-        target: `module:function` or `module:Class.method` where it is defined.
+        target: `module:function` or `module:Class.method` where it is defined; a method may be static.
         wrap: takes the function and returns its replacement.
         why: what the hook is for.
         until: when it can go.
@@ -132,12 +132,14 @@ def _bindings(hook: Hook) -> list[_Binding]:
     if not places:
         return []
     target = vars(_owner(home)).get(name)
-    if not callable(target) or isinstance(target, staticmethod):
+    if not callable(target):
         raise LookupError(f"{home} has no function {name}")
     taken = inspect.signature(target).parameters
     if missing := [parameter for parameter in hook.parameters if parameter not in taken]:
         raise LookupError(f"it no longer takes {', '.join(missing)}")
-    wrapped = hook.wrap(target)
+    wrapped: Any = hook.wrap(target)
+    if isinstance(target, staticmethod):
+        wrapped = staticmethod(wrapped)
     owners = [_owner(place) for place in places]
     for place, owner in zip(places, owners, strict=True):
         if vars(owner).get(name) is not target:

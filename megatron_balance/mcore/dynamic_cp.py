@@ -10,9 +10,8 @@ Megatron reads context-parallel state in several places while a micro-batch runs
 * attention kernels: `cp_group` and `local_cp_size` of the PackedSeqParams, set as the model is called, so that
   recomputation in the backward pass finds them;
 * rotary angles: the attention module's own collection of groups, replaced by a view while its forward runs;
-* auxiliary losses: the router's group, replaced while its layer runs; their logged values are summed over the static
-  group, the only one that all these ranks share;
-* the statistics for the logged FLOP/s: Megatron divides them by `--context-parallel-size`, so they are scaled first.
+* auxiliary losses: the router's group, replaced while its layer runs; they are recorded for the static
+  group, the only one that all these ranks share.
 
 Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; none is shared
 with the gradient reduction; outside a forward pass and its loss function all state is that of
@@ -24,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -37,6 +35,9 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import holding
 from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
 from megatron_balance.topology import Topology
+
+Recorded = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""Maps a loss that a router records, and the groups of ranks that it names, to those of the static group."""
 
 
 def connect(by_size: Mapping[int, dist.ProcessGroup]) -> int:
@@ -94,6 +95,7 @@ class MicrobatchContext:
         self._of_routers: Mapping[int, dist.ProcessGroup] = self.by_size if for_routers else {}
         if for_routers and topology.tp_size > 1:
             self._of_routers = groups(parallel_state.get_tensor_and_context_parallel_group(), over_tensor_ranks=True)
+        self.recorded: Recorded = lambda value, groups: (value, groups)
         self._engine_class = _engine_class()
         if self._engine_class is not None and self._engine_class.cp_stream is None:
             self._engine_class.cp_stream = torch.cuda.Stream()
@@ -114,7 +116,7 @@ class MicrobatchContext:
         self, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, *rest: Any, size: int, **more: Any
     ) -> Any:
         """Call Megatron's forward-step function for a micro-batch that `size` ranks share."""
-        with self._parallel_state(size), self._packed_params(size, model=model), self._statistics(size):
+        with self._parallel_state(size), self._packed_params(size, model=model):
             output, loss_func = forward_step_func(data_iterator, model, *rest, **more)
         if loss_func is None:
             return output, None
@@ -143,10 +145,17 @@ class MicrobatchContext:
         if router is None or size in (None, self._static_size) or not self._of_routers:
             yield
             return
-        stock, own = router.tp_cp_group, self._of_routers[size]
-        with holding(router, tp_cp_group=own):
+        stock, group = router.tp_cp_group, self._of_routers[size]
+
+        def recorded(value: Any, groups: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if groups.get("reduce_group") is group:
+                groups = groups | {"reduce_group": stock}
+            # A mean over all ranks counts a micro-batch once for each rank of its group.
+            share = 1.0 if groups.get("avg_group") is None else self._static_size / size
+            return value * share, groups
+
+        with holding(router, tp_cp_group=group), holding(self, recorded=recorded):
             yield
-        _log_over(stock, instead_of=own)
 
     def _parallel_state(self, size: int) -> AbstractContextManager[None]:
         from megatron.core import parallel_state
@@ -179,18 +188,6 @@ class MicrobatchContext:
         finally:
             handle.remove()
 
-    @contextlib.contextmanager
-    def _statistics(self, size: int) -> Iterator[None]:
-        """Count a pack once: Megatron sums it over `size` ranks and divides by the static size."""
-        training = sys.modules.get("megatron.training.training")  # absent in a loop on megatron.core alone
-        before = getattr(training, "_seqlen_stats_in_iteration", None)
-        before = None if before is None else before.clone()
-        yield
-        counted = getattr(training, "_seqlen_stats_in_iteration", None)
-        if counted is not None and size != self._static_size:
-            start = 0 if before is None else before
-            counted.copy_(start + (counted - start) * (self._static_size / size))
-
 
 def _engine_class() -> Any:
     """Megatron's attention over Transformer Engine, None without it."""
@@ -199,12 +196,3 @@ def _engine_class() -> Any:
     except ImportError:
         return None
     return TEDotProductAttention if HAVE_TE else None
-
-
-def _log_over(group: Any, *, instead_of: Any) -> None:
-    """Make Megatron sum the recorded router losses over `group`, in place of `instead_of`."""
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-    for entry in get_moe_metrics_tracker().metrics.values():
-        if entry.reduce_group is instead_of:
-            entry.reduce_group = group

@@ -2,7 +2,8 @@
 
 The wrapper pulls the items that the step would have read, balances them, and calls Megatron's schedule with another
 iterator and another number of micro-batches. `get_num_microbatches()` is unchanged: the learning rate, consumed samples
-and resuming depend on what was loaded.
+and resuming depend on what was loaded. Megatron's log divides losses of routers and multi-token prediction by it, and
+counts FLOPs from `cu_seqlens`, filler included: hooks correct both (`log_scale`, `totals`).
 
 Evaluation: Megatron sums the losses and tokens of micro-batches and divides the sums, which no packing changes. Under
 `--sft` it averages the means of micro-batches, over micro-batches, ranks and iterations, so that another packing is
@@ -32,7 +33,7 @@ from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shape
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.figures import RunLog
-from megatron_balance.mcore.step.packs import BalancedStep
+from megatron_balance.mcore.step.packs import BalancedStep, StepTotals
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch
@@ -47,6 +48,8 @@ class BalancedForwardBackward:
     Every rank of the world makes one, and with it all process groups of the run; `args` are those of Megatron's own
     loop. `last_step` is the data of the newest step, for logs and tests; `in_step` while Megatron's schedule runs
     balanced micro-batches; `pipeline_shapes` are those of its messages, None where Megatron's stages exchange them.
+    `totals` are those of the newest training step, None before it; `log_scale` the micro-batches of a rank that were
+    loaded for it, over those that it ran with samples, in the mean.
     """
 
     def __init__(self, settings: Settings, *, log: RunLog, args: Namespace | None) -> None:
@@ -55,6 +58,8 @@ class BalancedForwardBackward:
         self._args, self._is_sft = args, bool(getattr(args, "sft", False))
         self.last_step: BalancedStep | None = None
         self.in_step = False
+        self.totals: StepTotals | None = None
+        self.log_scale = 1.0
         self.pipeline_shapes: PipelineShapes | None = None
         self._settings, self._log = settings, log
         layout = Layout.of_world(timeout=timeout)
@@ -157,6 +162,9 @@ class BalancedForwardBackward:
                 topic="another iterator",
             )
         self.last_step = step
+        if prefetcher is self._training:
+            self.totals = step.totals
+            self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
         if step.schedule is not None:
             self._log.warn_of_oversized(step.schedule)
         if observer is not None:

@@ -154,6 +154,25 @@ def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any
     return input_ids, position_ids, padding_mask, *rest
 
 
+def _log_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
+    """Divide logged sums by the micro-batches that ran: Megatron divides by those that were loaded."""
+    given = inspect.signature(log).bind(*positional, **keywords)
+    given.arguments["loss_scale"] *= run.log_scale
+    return log(*given.args, **given.kwargs)
+
+
+def _record(run: Run, record: Function, tracker: Any, name: str, value: Any, *rest: Any, **groups: Any) -> Any:
+    if run.context is not None:
+        value, groups = run.context.recorded(value, groups)
+    return record(tracker, name, value, *rest, **groups)
+
+
+def _count_lengths(run: Run, consume: Function) -> Any:
+    """Tokens and squared lengths of the step's samples; Megatron's own count is taken in any case, which ends it."""
+    counted = consume()
+    return counted if run.totals is None else (float(run.totals.tokens), float(run.totals.squares))
+
+
 HOOKS = (
     Hook(
         target="megatron.training.arguments:add_megatron_arguments",
@@ -216,6 +235,36 @@ HOOKS = (
         until="a release hands routers the group of packed_seq_params",
         needed="balance_context_parallel num_experts",
         first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+        parameters=("name", "value", "reduce_group", "avg_group"),
+        wrap=_while_balancing(_record, in_step=True),
+        why="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
+        until="Megatron's log takes losses of groups of several sizes",
+        first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+        parameters=("loss_scale",),
+        wrap=_while_balancing(_log_losses),
+        why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
+        until="Megatron's log takes the number of micro-batches that ran, as on its dev branch",
+        first=(0, 18),
+    ),
+    Hook(
+        target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
+        parameters=("loss_scale",),
+        wrap=_while_balancing(_log_losses),
+        why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
+        until="Megatron's log takes the number of micro-batches that ran, as on its dev branch",
+    ),
+    Hook(
+        target="megatron.training.training:consume_seqlen_stats_in_iteration",
+        wrap=_while_balancing(_count_lengths),
+        why="TFLOP/s count filler, dummies, evaluations, and each context-parallel rank's packs as those of all",
+        until="scripts count the lengths that a packing scheduler gives them",
+        first=(0, 18),
     ),
     Hook(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",

@@ -6,6 +6,7 @@ The first argument is the folder of the run; each rank writes rankN.jsonl there,
   tokens and the samples in it, known by their first token; Megatron's settings of shape before and after the step.
 - `evaluation`: the losses that Megatron's `evaluate` returned, and its micro-batches.
 - `counted`: the tokens and squared lengths that Megatron counts for its FLOP/s.
+- `logged`: the numbers of a step that reach the TensorBoard writer, on the last rank.
 - `end`, or `error` with its text. All lines hold how often each data loader was asked for an item, and the shapes
   that pipeline stages sent, so far.
 
@@ -43,6 +44,7 @@ class Watch:
         self.shapes_sent = 0  # of activations and gradients, which Megatron's stages send before each
         self.before_step: list[Callable[[int], None]] = []  # called with its number, from 1
         self.num_steps = 0
+        self.numbers: dict[str, float] = {}  # written since the last line of `logged`
         self._in_message = False
 
     def write(self, kind: str, **columns: Any) -> None:
@@ -67,6 +69,7 @@ class Watch:
 
         _wrap(training, "train_step", self._step)
         _wrap(training, "evaluate", self._evaluation)
+        _wrap(training, "training_log", self._log)
         _wrap(pretrain_sft, "forward_step", self._forward)
         _wrap(_BaseDataLoaderIter, "__next__", self._read)
         if hasattr(training, "consume_seqlen_stats_in_iteration"):  # from 0.18
@@ -77,6 +80,7 @@ class Watch:
 
     def _step(self, train_step: Function, *positional: Any, **keywords: Any) -> Any:
         self.num_steps += 1
+        _own_writer(self.numbers)
         for act in self.before_step:
             act(self.num_steps)
         self.chunks.clear()
@@ -109,6 +113,12 @@ class Watch:
     def _read(self, stock: Function, loader: Any) -> Any:
         self.reads[loader._dataset.split.name] += 1
         return stock(loader)
+
+    def _log(self, training_log: Function, *positional: Any, **keywords: Any) -> Any:
+        result = training_log(*positional, **keywords)
+        self.write("logged", numbers=self.numbers)
+        self.numbers.clear()
+        return result
 
     def _counted(self, consume: Function) -> Any:
         counted = consume()
@@ -153,6 +163,21 @@ def main() -> None:
 def _wrap(owner: Any, name: str, watched: Function) -> None:
     stock = getattr(owner, name)
     setattr(owner, name, functools.wraps(stock)(lambda *given, **named: watched(stock, *given, **named)))
+
+
+def _own_writer(numbers: dict[str, float]) -> None:
+    """Give Megatron a TensorBoard writer on the rank that has one, unless `--tensorboard-dir` does."""
+    from megatron.training import global_vars
+
+    class Writer:
+        def add_scalar(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+            numbers[name] = float(value)
+
+        def __getattr__(self, name: str) -> Function:
+            return lambda *positional, **keywords: None
+
+    if global_vars._GLOBAL_TENSORBOARD_WRITER is None and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        global_vars._GLOBAL_TENSORBOARD_WRITER = Writer()
 
 
 def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator[Any]:

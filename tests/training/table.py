@@ -81,6 +81,8 @@ PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP}"
 MOVED = "--balance-data"
 BY_TOKENS = f"{PACKED} {MOVED}"
 BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
+ALONE = BY_FLOPS.replace(f"{CAP}", "8") + " --no-balance-evaluation"
+"""Each sample is a micro-batch, as in stock runs."""
 DYNAMIC_CP = BY_FLOPS.replace(f"{CAP}", f"{CAP // 2}") + " --balance-context-parallel"
 RECORDED = "--balance-record {run}/record"
 
@@ -142,9 +144,14 @@ class Row:
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARDED = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 MTP: StandIns = (("stand_ins:mtp_attention", {}),)
+MTP_FLAGS = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 ROUTER_LOSSES = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1"
+)
+WEAK_ROUTER_LOSSES = (
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-9 --moe-z-loss-coeff 1e-9 "
+    "--moe-per-layer-logging"
 )
 WHOLE_SETS = "--full-validation --multiple-validation-sets --valid-data-path {data}/valid.jsonl {data}/odd.jsonl"
 
@@ -221,7 +228,8 @@ ROWS = [
     Row("loader-workers", "DP2", f"{BY_FLOPS} --num-workers 2", ours=(("stand_ins:loader_workers", {}),)),
     Row("bf16-sharded-overlap", "DP2", flags=SHARDED, precision="bf16"),
     Row("recomputed", "DP2", f"{BY_FLOPS} {RECOMPUTED}", slow=True),
-    Row("mtp", "DP2", flags="--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", stand_ins=MTP),
+    Row("mtp", "DP2", flags=MTP_FLAGS, stand_ins=MTP),
+    Row("mtp-alone", "DP2", ALONE, flags=MTP_FLAGS, stand_ins=MTP),
     Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED),
     Row("padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
     Row("padded-rows", "PP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
@@ -246,6 +254,7 @@ ROWS = [
     ),
     # With tensor parallelism stock runs pad every sample to --seq-length, and count the padding.
     Row("z-loss", "TP2-EP2", MOVED, "moe", "--moe-z-loss-coeff 1e-1 --train-data-path {data}/one-length.jsonl"),
+    Row("router-losses-packed", "DP2", model="moe", flags=WEAK_ROUTER_LOSSES),
     # Evaluation; it is in every other row too.
     Row("validation-sets", "DP2", flags=WHOLE_SETS),
     Row("validation-sets", "PP2", flags=WHOLE_SETS, slow=True),

@@ -42,11 +42,27 @@ class Slots:
 
 
 @dataclass(frozen=True)
+class StepTotals:
+    """The samples of a step on all ranks, by which Megatron's log is corrected."""
+
+    microbatches: int  # that hold samples; one that context-parallel ranks share counts once
+    tokens: int  # without padding and filler
+    squares: int  # of the samples' lengths
+
+    @classmethod
+    def of_schedule(cls, schedule: DataSchedule) -> StepTotals:
+        """Those of a plan."""
+        lengths = schedule.lengths
+        return cls(np.unique(schedule.slot_of[lengths > 0]).size, int(lengths.sum()), int((lengths * lengths).sum()))
+
+
+@dataclass(frozen=True)
 class BalancedStep:
     """The data of one step on this rank. What only ranks that load data know is None on the others."""
 
     slots: Slots
     replica: tuple[Slots, ...]  # of each context-parallel rank of this replica where sizes differ; else one for all
+    totals: StepTotals
     figures: Figures = field(default_factory=dict[str, float])
     microbatches: list[Microbatch] | None = None  # on a stage that loads no data the starts of their sequences
     schedule: DataSchedule | None = None
@@ -63,13 +79,15 @@ class BalancedStep:
 
     def to_text(self) -> str:
         """For the ranks of this replica that load no data."""
-        return json.dumps([vars(slots) for slots in self.replica])
+        replica = [vars(slots) for slots in self.replica]
+        return json.dumps({"replica": replica, "totals": vars(self.totals), "figures": self.figures})
 
     @classmethod
     def from_text(cls, text: str, *, cp_rank: int) -> BalancedStep:
         """The step that another rank of the replica made."""
-        replica = tuple(Slots(**of_leaf) for of_leaf in json.loads(text))
-        return cls(replica[cp_rank % len(replica)], replica)
+        made = json.loads(text)
+        replica = tuple(Slots(**of_leaf) for of_leaf in made["replica"])
+        return cls(replica[cp_rank % len(replica)], replica, StepTotals(**made["totals"]), made["figures"])
 
 
 def slots_of_replica(schedule: DataSchedule, *, dp_rank: int, shape_bucket: int) -> tuple[tuple[Slots, ...], int]:

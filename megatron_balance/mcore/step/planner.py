@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.figures import RunLog, figures_of
-from megatron_balance.mcore.step.packs import BalancedStep, checksum, pack, slots_of_replica
+from megatron_balance.mcore.step.packs import BalancedStep, StepTotals, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.planner import DataSchedule, Images
 from megatron_balance.runtime.exchange import reroute_samples
@@ -177,6 +177,7 @@ class StepPlanner:
         return BalancedStep(
             slots,
             replica,
+            StepTotals.of_schedule(schedule),
             figures,
             microbatches=packs,
             schedule=schedule,
