@@ -213,6 +213,7 @@ CONFIGS = with_a_field(hf_config, *json.loads(hf_config()))
         (ModelShape.from_hf_config, "json", LINES | CONFIGS),
     ],
 )
+@pytest.mark.filterwarnings("ignore:model_type")
 @given(data=st.data())
 def test_any_bytes_and_any_values(
     read: Callable[[Path], object],

@@ -77,7 +77,7 @@ def call(function: str, *positional: Any, imports: Sequence[str] = (), **keyword
     try:
         answer, problem = json.loads(server.stdout.readline())
     except BaseException:  # a test's time-out: its answer would be taken for that of a later call
-        server.kill()
+        _end(server)
         _server.cache_clear()
         raise
     if problem is not None:
@@ -94,8 +94,16 @@ def _server(*imports: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(server.kill)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.wait()
+    for pipe in filter(None, (server.stdin, server.stdout)):
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
 
 
 def serve(imports: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ def balanced(
     model = Model()
     ours = balanced_schedule(schedule, model=model, max_tokens_per_gpu=cap, flags=flags, **settings)
 
-    def step(iterator: Any, *, num_items: int = NUM_ITEMS) -> list[Any]:
+    def step(iterator: Any, *, num_items: int = NUM_ITEMS, forward_only: bool = False) -> list[Any]:
         return ours(
             forward_step_func=forward_step or (lambda *_: None),
             data_iterator=iterator,
@@ -73,9 +73,10 @@ def balanced(
             seq_length=1024,
             micro_batch_size=1,
             decoder_seq_length=None,
-            forward_only=False,
+            forward_only=forward_only,
         )
 
+    step.ours = ours  # type: ignore[attr-defined]
     return step
 
 
@@ -177,6 +178,17 @@ def dummies() -> list[int]:
     """Tokens of this rank's masked micro-batches, where three samples are to fill four micro-batches."""
     packs = balanced(cap=256)(iter([row(200), NOTHING if dist.get_rank() else row(200)]))
     return [pack["tokens"].numel() for pack in packs if not pack["loss_mask"].any()]
+
+
+def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:
+    """This rank's part and the number of tokens that a router counts, where ranks have so many without padding."""
+    from megatron.core.transformer.moe import router
+
+    balanced()(Items(0))
+    routed = torch.arange(4)[:, None] < torch.tensor([tokens[dist.get_rank()], 0])
+    words: dict[str, Any] = {"reduce_group": dist.group.WORLD, "topk": 1, "with_padding_mask": True}
+    _, part, total = router.get_tokens_per_expert_and_token_count(routed, **words)
+    return float(part), int(total)
 
 
 def step_that_fails(*, kind: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from device_cases import DEVICE
+
+from megatron_balance.record import read_record
 
 NUM_STEPS = 5
 
@@ -58,3 +62,17 @@ def test_passes_are_timed_by_events_around_them_and_nothing_waits_for_the_device
         passes = [event for event in events if event[0] in ("forward", "event")]
         one = [("event", "training"), ("forward", "training"), ("event", "training")]
         assert passes == one * (len(passes) // 3)
+
+
+def test_steps_are_measured_once_and_counted_as_training_counts_them(run_cases: Any, tmp_path: Path) -> None:
+    """Evaluations are no steps, a step that runs again is the same one, and its ranks take one and two milliseconds."""
+    for steps in run_cases(2, "watched_steps", folder=str(tmp_path)):
+        assert ["measured_imbalance" in figures for figures in steps] == [False, False, True, True, True, True]
+        for before, figures in zip(steps, steps[2:], strict=False):
+            assert figures["measured_imbalance"] == pytest.approx(2 / 1.5)
+            assert figures["busiest_rank_seconds"] == pytest.approx(4e-3 * before["num_microbatches"])
+    record = read_record(tmp_path)
+    assert [step.iteration for step in record.steps] == [1, 2, 3, 4, 5, 6]
+    for step in record.steps:
+        assert step.seconds == pytest.approx(np.array([[2e-3], [4e-3]]).repeat(step.num_microbatches, axis=1))
+    assert len((tmp_path / "plan.jsonl").read_text().splitlines()) == 1 + len(record.steps)

@@ -94,3 +94,9 @@ def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(run_cases: Any) -> 
     """One token would be an edge case of many kernels, and a shape of its own."""
     [dummy] = [dummy for of_rank in run_cases(2, "dummies") for dummy in of_rank]
     assert dummy >= 128
+
+
+@pytest.mark.parametrize(("tokens", "total"), [([3, 1], 4), ([0, 0], 1)], ids=["some", "a-dummy-on-each"])
+def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases: Any, tokens: list[int], total: int) -> None:
+    """No tokens would make an auxiliary loss NaN."""
+    assert run_cases(2, "counted_by_routers", tokens=tokens) == [(total / 2, total)] * 2
