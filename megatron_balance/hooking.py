@@ -46,6 +46,7 @@ class Hook:
         until: when it can go.
         bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
             when they call it; by default where it is defined.
+        owner: gives the class whose attribute is replaced, where the target's module has something else by its name.
         parameters: parameters of the target that the wrapper relies on.
         first: the first release that has the target, as `(major, minor)`.
         last: the last one that needs the hook.
@@ -59,6 +60,7 @@ class Hook:
     why: str
     until: str
     bound_in: tuple[str, ...] = ()
+    owner: Callable[[], Any] | None = None
     parameters: tuple[str, ...] = ()
     first: tuple[int, int] = (0, 0)
     last: tuple[int, int] = (999, 0)
@@ -131,7 +133,10 @@ def _bindings(hook: Hook) -> list[_Binding]:
     places = [place for place in hook.places if not (hook.late and _is_done(place, name))]
     if not places:
         return []
-    target = vars(_owner(home)).get(name)
+    owners = [hook.owner() if hook.owner else _owner(place) for place in places]
+    if hook.owner and not inspect.isclass(owners[0]):
+        raise LookupError(f"there is no class {home}")
+    target = vars(owners[0] if hook.owner else _owner(home)).get(name)
     if not callable(target):
         raise LookupError(f"{home} has no function {name}")
     taken = inspect.signature(target).parameters
@@ -140,7 +145,6 @@ def _bindings(hook: Hook) -> list[_Binding]:
     wrapped: Any = hook.wrap(target)
     if isinstance(target, staticmethod):
         wrapped = staticmethod(wrapped)
-    owners = [_owner(place) for place in places]
     for place, owner in zip(places, owners, strict=True):
         if vars(owner).get(name) is not target:
             raise LookupError(f"{place}.{name} is not that function (replaced, or imported otherwise)")

@@ -121,61 +121,49 @@ def install(
 
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
-    chooses = settings.approach != "A" and settings.window > 1
-    until = "TorchSpec chooses among the samples of its pool"
-    rows: list[tuple[bool, str, str, Function, str, str]] = [
-        (
-            True,
-            "_partition_results",
-            "results",
-            _partition_results,
-            "gives the samples of a dispatch to ranks in turn, whatever their lengths",
-            "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
-        ),
-        (chooses, "try_dispatch_batch", "", _try_dispatch_batch, "takes the oldest samples of the pool", until),
-        (chooses, "get_status", "", _get_status, "reports what the choice delays", until),
-        (
-            settings.approach == "C",
-            "_prepare_dataset",
-            "skip",
-            _prepare_dataset,
-            "orders the prompts of an epoch, at random",
-            "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)",
-        ),
-    ]
 
-    def wrapped(balanced: Function, method: Function) -> Function:
-        @functools.wraps(method)
-        def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
-            stock = functools.partial(method, controller)
-            return balanced(settings, stock, controller, *positional, **keywords)
+    def hook(balanced: Function, parameters: str, why: str, until: str) -> Hook:
+        def wrap(method: Function) -> Function:
+            @functools.wraps(method)
+            def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
+                stock = functools.partial(method, controller)
+                return balanced(settings, stock, controller, *positional, **keywords)
 
-        return wrapper
+            return wrapper
 
-    return [
-        Hook(
-            target=f"{__name__}:AsyncTrainingController.{method}",
-            wrap=functools.partial(wrapped, balanced),
+        return Hook(
+            target=f"{CONTROLLER}:AsyncTrainingController.{balanced.__name__}",
+            owner=_controller_class,
+            wrap=wrap,
             why=why,
             until=until,
             parameters=("self", *parameters.split()),
         )
-        for is_asked, method, parameters, balanced, why, until in rows
-        if is_asked
-    ]
+
+    why, until = (
+        "gives the samples of a dispatch to ranks in turn, whatever their lengths",
+        "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
+    )
+    hooks = [hook(_partition_results, "results", why, until)]
+    if settings.approach != "A" and settings.window > 1:
+        until = "TorchSpec chooses among the samples of its pool"
+        hooks.append(hook(try_dispatch_batch, "", "takes the oldest samples of the pool", until))
+        hooks.append(hook(get_status, "", "reports what the choice delays", until))
+    if settings.approach == "C":
+        until = "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)"
+        hooks.append(hook(_prepare_dataset, "skip", "orders the prompts of an epoch, at random", until))
+    return hooks
 
 
-def __getattr__(name: str) -> Any:
-    """`AsyncTrainingController`, the class to hook, looked up on access: importing this does not import TorchSpec.
+def _controller_class() -> Any:
+    """`AsyncTrainingController`, the class to hook.
 
     `@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which
     it wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts.
     Patches made before that reach the actor, but only those on the subclass: its methods hide those of the plain class.
     """
-    if name != "AsyncTrainingController":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        controller = getattr(importlib.import_module(CONTROLLER), name, None)
+        controller = getattr(importlib.import_module(CONTROLLER), "AsyncTrainingController", None)
     except ModuleNotFoundError as error:
         raise BalanceError(f"torchspec is not installed ({error}): {_REMEDY}.") from error
     ray_metadata = getattr(controller, "__ray_metadata__", None)
@@ -187,9 +175,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _partition_results(settings: Settings, stock: Function, controller: Any, results: list[Any]) -> list[list[Any]]:
-    """By length; TorchSpec's own where ranks get one sample each: there is nothing to choose."""
+    """By length; TorchSpec's own at micro_batch_size 1, where there is nothing to choose."""
     count, left = divmod(len(results), controller.dp_size)
-    if count <= 1 or left or controller.dp_size == 1:
+    if min(count, getattr(controller.args, "micro_batch_size", count)) <= 1 or left or controller.dp_size == 1:
         return stock(results)
     lengths = [_result_length(result) for result in results]
     ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
@@ -197,7 +185,11 @@ def _partition_results(settings: Settings, stock: Function, controller: Any, res
 
 
 def _prepare_dataset(settings: Settings, stock: Function, controller: Any, skip: int = 0) -> list[Any]:
-    """Samples sorted into buckets of similar lengths."""
+    """Samples sorted into buckets of similar lengths; called before the first step."""
+    if not getattr(controller, "_shuffle_dataset", True):
+        raise BalanceError(
+            "shuffle_dataset is false, and approach C orders the prompts by length: set it to true, or use approach B."
+        )
     # The whole epoch: skipping applies to the order made here.
     samples = stock(skip=0)
     order = bucketed_order(
@@ -210,7 +202,7 @@ def _prepare_dataset(settings: Settings, stock: Function, controller: Any, skip:
     return [samples[index] for index in order[max(skip, 0) :].tolist()]
 
 
-def _try_dispatch_batch(settings: Settings, stock: Function, controller: Any) -> bool:
+def try_dispatch_batch(settings: Settings, stock: Function, controller: Any) -> bool:
     """A dispatch chosen among several dispatches' worth of samples."""
     window = _window_of(controller, settings)
     # The controller raises a failed inference at once.
@@ -227,7 +219,7 @@ def _try_dispatch_batch(settings: Settings, stock: Function, controller: Any) ->
     return stock()
 
 
-def _get_status(settings: Settings, stock: Function, controller: Any) -> dict[str, Any]:
+def get_status(settings: Settings, stock: Function, controller: Any) -> dict[str, Any]:
     """The delays that choosing causes as well; `get_full_status` asks for it."""
     window = _window_of(controller, settings)
     return {

@@ -79,6 +79,10 @@ def test_one_sample_a_rank_is_left_to_torchspec(host, cost):
     controller.eval_pool.extend(host.results(lengths))
     assert controller.try_dispatch_eval_batch()
     assert [queue.get_nowait().data_id for queue in controller.eval_queues] == ["d0", "d1", "d2", "d3"]
+    # Fault: two samples a rank, of two sequence-parallel ranks, were reordered at micro_batch_size 1.
+    controller.args.micro_batch_size = 1
+    results = host.results([*lengths, *lengths])
+    assert controller._partition_results(results) == [results[rank::4] for rank in range(4)]
 
 
 @pytest.mark.parametrize(("dp_size", "num_samples"), [(1, 4), (4, 0), (4, 7), (2, 4)])
@@ -178,3 +182,11 @@ def test_lengths_are_those_that_the_samples_have(presorting, key):
 def test_samples_without_lengths_are_told(presorting):
     with pytest.raises(BalanceError, match="neither input_ids"):
         presorting(["a prompt"])._prepare_dataset()
+
+
+def test_an_order_that_is_to_be_kept_is_no_matter_for_c(presorting):
+    """Fault: `shuffle_dataset: false` was ignored."""
+    controller = presorting(data([3, 1, 2]))
+    controller._shuffle_dataset = False
+    with pytest.raises(BalanceError, match="shuffle_dataset is false"):
+        controller._prepare_dataset()
