@@ -21,6 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ ADAPTERS = DOCS / "adapters.md"
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", RESULTS, *PAGES]
 
-NOT_RUN = {"adapters.md": 1, "quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "see-it.md": 1, "cost-model.md": 1}
+NOT_RUN = {"adapters.md": 1, "quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "cost-model.md": 1}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU, another system."""
 
 FENCED = r"^```(.*)\n((?:.*\n)*?)```$"
@@ -86,8 +87,15 @@ def figures_of(line: str) -> str:
     return re.sub(r"(\d\.\d) \d+\.\d$", r"\1", " ".join(line.split()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [*PAGES, README], ids=name_of)
+def with_code() -> Iterator[object]:
+    """Pages whose blocks run; `doctor` imports Megatron, which takes five seconds."""
+    for page in [*PAGES, README]:
+        if any("no-run" not in block.language for block in blocks(page)):
+            slow = any(re.match("megatron-balance doctor", block.code) for block in blocks(page))
+            yield pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("page", [*with_code()])
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with the files that commands in the documentation name, small."""
     monkeypatch.chdir(tmp_path)
@@ -95,6 +103,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     np.savez(tmp_path / "lengths.npz", length=np.clip(rng.lognormal(6.5, 1.1, 600).astype(np.int64), 16, 7900))
     info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
     write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
+    chats = write_chats(tmp_path) if "chats.jsonl" in page.read_text() else None
     names: dict[str, object] = {"__name__": name_of(page)}
     printed: list[str] = []
     for language, code in blocks(page):
@@ -107,6 +116,23 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             got = [figures_of(line) for line in printed]
             missing = [line for line in code.splitlines() if figures_of(line) not in got]
             assert not missing, "not printed today:\n{}\nbut:\n{}".format("\n".join(missing), "\n".join(printed))
+    if chats is not None:  # fault: 2 for every chat, the number of keys of what a tokenizer returns
+        assert np.load(tmp_path / "lengths.npy").tolist() == chats
+
+
+def write_chats(folder: Path) -> list[int]:
+    """Chats, and where the page names a tokenizer of the Hub one whose tokens are words. Returns the tokens of each."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    model = tokenizers.models.WordLevel({"word": 0, "user": 1, "?": 2}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message.role }} {{ message.content }}{% endfor %}"
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", chat_template=template)
+    fast.save_pretrained(folder / "Qwen" / "Qwen3-8B")
+    words = [5, 50, 500]
+    chats = [{"messages": [{"role": "user", "content": "word " * count}]} for count in words]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    return [1 + count for count in words]
 
 
 def test_blocks_that_do_not_run_are_few_and_known() -> None:
