@@ -17,13 +17,24 @@ import inspect
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_balance.errors import BalanceError
 
-__all__ = ["ANY_VERSION", "Function", "Hook", "Installation", "Patches", "check_version", "holding", "install_hooks"]
+__all__ = [
+    "ANY_VERSION",
+    "Function",
+    "Hook",
+    "Installation",
+    "Patches",
+    "check_version",
+    "holding",
+    "install_hooks",
+    "quiet_imports",
+]
 
 Settings = TypeVar("Settings")
 Function = Callable[..., Any]
@@ -108,6 +119,22 @@ class Patches:
         while self._bindings:
             owner, name, original, _ = self._bindings.pop()
             setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Import Megatron without its forty lines on kernels that are not installed: `doctor` reports these."""
+    loggers = [logging.getLogger(name) for name in ("megatron", "torch.utils.cpp_extension")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:

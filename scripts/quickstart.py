@@ -23,15 +23,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from policy_turns import POLICIES, policy_of_step
-from sft_dataset import builtin_samples
 from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, share_a_core, train
 
 from megatron_balance import CostModel
 from megatron_balance.cli.compare import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.hooking import quiet_imports
 from megatron_balance.record import StepRecord, read_record
 from megatron_balance.report import run_figures, write_page
+
+with quiet_imports():
+    from policy_turns import POLICIES, policy_of_step
+    from sft_dataset import builtin_samples
 
 OUT = ROOT / "build" / "quickstart"
 NUM_RANKS = 4

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
-import warnings
 from collections.abc import Iterable
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import quiet_imports
 
 _EPILOG = """\
 examples:
@@ -32,11 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("megatron_args", nargs="*", metavar="-- MEGATRON_ARGS", help="your script's flags, after --")
 
 
+@quiet_imports()
 def run(args: argparse.Namespace) -> int:
     """Check and print; the result is the exit status."""
-    warnings.simplefilter("ignore")  # of packages on import: the checks report missing kernels themselves
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         from megatron_balance.mcore import doctor
     except ImportError as error:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off
+from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off, quiet_imports
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
 from megatron_balance.mcore.options import Options, holds
@@ -321,6 +321,7 @@ installation: Installation[str] = Installation("Megatron")
 """The hooks of this process; its settings are the version of Megatron Core."""
 
 
+@quiet_imports()
 def install() -> Installation[str]:
     """Hook Megatron's training loop in this process. Installing twice installs once.
 

@@ -73,8 +73,9 @@ def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
     flags = launch(str(script), "--balance-by-flops", "--calculate-per-token-loss")
     assert (missing.returncode, flags.returncode) == (2, 1)
     assert "there is no script 'nowhere.py'" in missing.stderr
-    assert flags.stderr.strip().splitlines()[-1].startswith("megatron_balance: --balance-by-flops is set: nothing")
-    assert "Traceback" not in missing.stderr + flags.stderr
+    assert "Traceback" not in missing.stderr
+    (line,) = flags.stderr.strip().splitlines()  # fault: below forty lines of kernels that are not installed
+    assert line.startswith("megatron_balance: --balance-by-flops is set: nothing")
 
 
 @pytest.mark.slow
