@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, share_a_core, train
 
 from megatron_balance import CostModel
-from megatron_balance.cli.compare import print_table
+from megatron_balance.cli.screen import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.hooking import quiet_imports
 from megatron_balance.record import StepRecord, read_record

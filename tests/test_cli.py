@@ -14,7 +14,7 @@ from megatron_balance import Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.record import read_record
 
-BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "2048"]
+BATCH = ["--data", "samples", "--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "2048"]
 
 
 @pytest.fixture

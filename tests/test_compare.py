@@ -19,10 +19,9 @@ from recorded_runs import run_info, write_record
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
-from megatron_balance.lengths import read_lengths
 from megatron_balance.mcore import add_balance_args
 
-BATCH = ["--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
+BATCH = ["--data", "samples", "--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
 SHAPE = ModelShape.preset("Qwen3-8B")
 FLOPS = CostModel.from_shape(SHAPE)
 
@@ -65,7 +64,7 @@ def write_lengths(folder: Path, *lengths: int) -> Path:
 def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
     # Stock deals 6, 4 to rank 0 and 1, 1 to rank 1; evened out, both ranks have 6.
     file = write_lengths(tmp_path, 6, 1, 4, 1)
-    arguments = [file, "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
+    arguments = [file, "--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
     policies = figures_of(tmp_path, *arguments)["policies"]
     assert list(policies) == ["stock", "packed", "balance-data"]
     stock, packed, balanced = policies.values()
@@ -80,7 +79,19 @@ def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
 
 def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> None:
     file = write_lengths(tmp_path, *[1024] * 4)
-    arguments = [file, "--global-batch-size", 4, "--dp-size", 1, "--max-tokens-per-gpu", 1024, "--device", 500]
+    arguments = [
+        file,
+        "--data",
+        "samples",
+        "--global-batch-size",
+        4,
+        "--dp-size",
+        1,
+        "--max-tokens-per-gpu",
+        1024,
+        "--device",
+        "500,500",
+    ]
     seconds = (FLOPS(1024) + FLOPS.per_microbatch) / 5e14
     # Two tensor-parallel ranks share the work. Four micro-batches and the bubble of three pass a fourth of the layers.
     for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, 7 * seconds / 4)):
@@ -93,7 +104,7 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
 
 def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file: Path) -> None:
     file = write_lengths(tmp_path, 1000, 1000)
-    arguments = [file, "--global-batch-size", 2, "--dp-size", 1, "--max-tokens-per-gpu", 2048]
+    arguments = [file, "--data", "samples", "--global-batch-size", 2, "--dp-size", 1, "--max-tokens-per-gpu", 2048]
     policies = figures_of(tmp_path, *arguments, "--cost", calibration_file)["policies"]
     assert policies["stock"]["seconds_per_step"] == pytest.approx(2 * 4e-3)
     assert policies["calibrated"]["seconds_per_step"] == pytest.approx(2e-3 + 2 * 2e-3)
@@ -156,7 +167,7 @@ def test_the_imbalance_is_that_of_the_ranks_objective(
 
 def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lengths(tmp_path, 10, 10, 150, 10, 10, 10, 10, 10)
-    arguments = [file, "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 100]
+    arguments = [file, "--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 100]
     arguments += ["--policy", "balance-data"]
     assert figures_of(tmp_path, *arguments)["policies"]["balance-data"]["cap_headroom"] == pytest.approx(-0.5)
     # Fault: the page said another headroom of the same plan.
@@ -165,26 +176,41 @@ def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pyt
     assert row is not None
     assert re.findall(r"<td>(.*?)</td>", row[1])[-1] == "-50.0%"
     printed = capsys.readouterr().out
-    assert "1 of 8 sequences are longer than the cap of 100 tokens and run alone above it" in printed
-    assert "raise --max-tokens-per-gpu to 150" in printed
+    assert (
+        "1 of 8 samples are longer than the cap of 100 tokens and run alone above it, the longest with 150" in printed
+    )
+    assert "--max-tokens-per-gpu 150 holds it" in printed
     # Fault: under dynamic sizes those that one rank cannot hold were said to run above the cap.
     file = write_lengths(tmp_path, *[30, 30, 30, 900] * 2)
     assert compare(file, *arguments[1:-2], "--policy", "dynamic-cp", "--model", "Qwen3-8B") == 0
     printed = capsys.readouterr().out
-    assert "2 of 8 sequences are longer than the cap of 200 tokens" in printed
-    assert "raise --max-tokens-per-gpu to 450 if memory holds that, or cut them at 200" in printed
+    assert (
+        "2 of 8 samples are longer than the cap of 200 tokens and run alone above it, the longest with 900" in printed
+    )
+    assert "--max-tokens-per-gpu 450 holds it, if memory does; else cut them at 200" in printed
 
 
 def test_equal_lengths_need_no_flag(tmp_path: Path) -> None:
     """Fault: a gain of 1 % was enough to advise another order of the data."""
-    arguments = [write_lengths(tmp_path, *[4096] * 64), "--global-batch-size", 32, "--dp-size", 4]
+    arguments = [write_lengths(tmp_path, *[4096] * 64), "--data", "samples", "--global-batch-size", 32, "--dp-size", 4]
     advice = figures_of(tmp_path, *arguments, "--max-tokens-per-gpu", 4096, "--model", "Qwen3-8B")["advice"]
     assert (advice["policy"], advice["flags"], advice["speedup"]) == ("stock", "", 1.0)
 
 
 def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_path: Path) -> None:
-    sizes = ["--global-batch-size", 64, "--dp-size", 4, "--cp-size", 2, "--max-tokens-per-gpu", 4096]
-    policies = figures_of(tmp_path, lengths_file, *sizes, "--model", "Qwen3-8B", "--device", 400)["policies"]
+    sizes = [
+        "--data",
+        "samples",
+        "--global-batch-size",
+        64,
+        "--dp-size",
+        4,
+        "--cp-size",
+        2,
+        "--max-tokens-per-gpu",
+        4096,
+    ]
+    policies = figures_of(tmp_path, lengths_file, *sizes, "--model", "Qwen3-8B", "--device", "400,400")["policies"]
     # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
     nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
     model = replace(FLOPS, cp_exchange=round(nbytes * 400e12 / 450e9))
@@ -199,26 +225,27 @@ def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_pa
 
 
 @given(
-    lengths=st.lists(st.integers(1, 6000), min_size=8, max_size=32),
+    lengths=st.lists(st.integers(1, 6000), min_size=8, max_size=32).map(lambda drawn: drawn[: len(drawn) // 4 * 4]),
     ranks=st.sampled_from([(2, 1), (4, 1), (2, 2), (1, 4)]),
     model=st.sampled_from([[], ["--model", "Qwen3-8B"]]),
 )
 @example(lengths=[2100] * 16, ranks=(16, 1), model=["--model", "Qwen3-8B"])  # what fits is slower than stock
 @settings(max_examples=25)
 def test_advice_is_true(lengths: list[int], ranks: tuple[int, int], model: list[str]) -> None:
-    """Not slower than stock; fits where one that is not slower does; the speed is that of the printed flags."""
+    """Not slower than stock, within 1 % of the best at one size; the speed is that of the printed flags."""
     with tempfile.TemporaryDirectory() as folder:
         file = write_lengths(Path(folder), *lengths)
-        batch = ["--global-batch-size", len(lengths), "--dp-size", ranks[0], "--cp-size", ranks[1]]
+        batch = ["--data", "samples", "--global-batch-size", len(lengths), "--dp-size", ranks[0], "--cp-size", ranks[1]]
         content = figures_of(Path(folder), file, *batch, "--max-tokens-per-gpu", 2048, *model)
     policies, advice = content["policies"], content["advice"]
     chosen = policies[advice["policy"]]
     assert (advice["flags"], advice["speedup"]) == (chosen["flags"], pytest.approx(chosen["speedup"]))
     assert chosen["speedup"] >= 1
-    fitting = [one for one in policies.values() if one["cap_headroom"] >= 0 and one["speedup"] >= 1]
-    assert advice["fits"] == (chosen["cap_headroom"] >= 0) == bool(fitting)
-    at_one_size = [one["speedup"] for one in fitting or policies.values() if "context-parallel" not in one["flags"]]
-    assert chosen["speedup"] >= 0.98 * max(at_one_size, default=0)
+    assert advice["fits"] == (chosen["cap_headroom"] >= 0)
+    at_one_size = [one["speedup"] for one in policies.values() if "context-parallel" not in one["flags"]]
+    assert chosen["speedup"] >= 0.99 * max(at_one_size)
+    if advice["policy"] == "dynamic-cp":
+        assert chosen["speedup"] > 1.05 * max(at_one_size)
     assert set(re.findall(r"--max-tokens-per-gpu (\d+)", chosen["flags"])) <= {"2048"}
 
 
@@ -241,24 +268,6 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     assert main(["report", str(tmp_path / "record"), "--out", str(page), "--trace", str(trace)]) == 0
     assert main(["fit", str(tmp_path / "record"), "--out", str(seconds)]) == 0
     assert all(path.stat().st_size for path in (plan, page, trace, seconds))
-
-
-def test_compare_has_at_most_fifteen_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare("--help")
-    options = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert len(options) == 15, options
-
-
-def test_an_index_that_megatron_wrote(tmp_path: Path) -> None:
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    torch = pytest.importorskip("torch")
-    builder = indexed.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
-    sentences = [[5], [7, 2], [1024], [3, 3, 3]]
-    for document in sentences:
-        builder.add_document(torch.arange(sum(document)), document)
-    builder.finalize(str(tmp_path / "corpus.idx"))
-    assert read_lengths(tmp_path / "corpus.idx").tolist() == [5, 9, 1024, 9]
 
 
 def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
@@ -285,7 +294,7 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
     folder, dealt = tmp_path / "record", tmp_path / "dealt.npy"
     steps = write_record(folder, run_info(cost_name="tokens", cost_model=CostModel.tokens()), measured=False)
     np.save(dealt, np.concatenate([step.lengths for step in steps]))
-    arguments = ["--global-batch-size", 48, "--max-tokens-per-gpu", 8192]
+    arguments = ["--data", "samples", "--global-batch-size", 48, "--max-tokens-per-gpu", 8192]
     of_ranks = [step.lengths.reshape(4, -1).sum(axis=1) for step in steps]
     kept = figures_of(tmp_path, folder)["policies"]["packed"]["step_imbalance"]
     assert kept == pytest.approx(np.mean([tokens.max() / tokens.mean() for tokens in of_ranks]))
@@ -301,7 +310,7 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
     ("arguments", "said"),
     [
         (["synthetic:gsm8k_sft:many", *BATCH], "it must be synthetic:NAME, :NAME:N or :NAME:N:SEED"),
-        (["synthetic:gsm8k_sft:10", *BATCH], "need 64 lengths, but there are 10"),
+        (["synthetic:gsm8k_sft:10", *BATCH], "need 64 rows, but there are 10: lower it"),
         (["synthetic:gsm8k_sft", *BATCH, "--shuffle", "-1"], "--shuffle is -1"),
         (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "--dp-size is six: it must be an integer of at least 1"),
         (["synthetic:gsm8k_sft"], "--global-batch-size"),

@@ -110,7 +110,7 @@ def test_compare_says_where_costs_are_extrapolated(tmp_path: Path, capsys: pytes
     lengths = tmp_path / "lengths.npy"
     for longest in (1000, 3000):
         np.save(lengths, np.array([100, 200, longest, 300] * 4))
-        batch = ["--global-batch-size", "8", "--dp-size", "2", "--max-tokens-per-gpu", "4096"]
+        batch = ["--data", "samples", "--global-batch-size", "8", "--dp-size", "2", "--max-tokens-per-gpu", "4096"]
         assert main(["compare", str(lengths), *batch, "--cost", str(costs)]) == 0
         said = capsys.readouterr().out
         assert ("sequences of up to 1000 tokens: up to 3000 is extrapolated" in said) == (longest == 3000)

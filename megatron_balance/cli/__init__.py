@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from megatron_balance.cli import compare, doctor, fit, report
+from megatron_balance.cli.flags import refuse_overwriting
+from megatron_balance.cli.screen import in_a_line
 from megatron_balance.errors import BalanceError
 from megatron_balance.version import build_version
 
@@ -53,14 +55,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _show_warning(message: object, *_: object, **__: object) -> None:
     """In one line, without the line of code that warns."""
-    print(f"Warning: {message}", file=sys.stderr)
+    print(f"Warning: {in_a_line(str(message))}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the result is the exit status, 2 where a flag or a file cannot be used."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = build_parser().parse_args(arguments)
+        end = arguments.index("--") if "compare" in arguments[:2] and "--" in arguments else len(arguments)
+        args, unknown = build_parser().parse_known_args(arguments[:end])
+        if end < len(arguments):
+            args.script_flags = arguments[end + 1 :]
+        if unknown:
+            raise BalanceError(
+                f"unrecognized arguments: {' '.join(unknown)} (see megatron-balance {args.command} --help)"
+            )
+        refuse_overwriting(args)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             status = args.run(args)
@@ -70,11 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe (`| head`): buffered output is dropped at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (BalanceError, OSError, KeyboardInterrupt) as error:
+    except (ArithmeticError, KeyboardInterrupt, MemoryError, OSError, RecursionError, ValueError) as error:
         if "--debug" in arguments:
             raise
         if isinstance(error, KeyboardInterrupt):
             return 130  # as shells report it
         # One line of bounded length, whatever a file or a library put into its part of the message.
-        print("megatron-balance: " + " ".join(str(error).split())[:1900], file=sys.stderr)
+        message = str(error)
+        if not isinstance(error, BalanceError | OSError):
+            message = f"a value is beyond what is computed with ({type(error).__name__}: {error}); --debug shows where."
+        print(f"megatron-balance: {in_a_line(message, most=1900)}", file=sys.stderr)
         return 2

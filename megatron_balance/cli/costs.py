@@ -8,7 +8,7 @@
 Costs become seconds by a seconds.json, which holds them, or by the rates of `--device`; else only ratios are shown.
 
 If the model is known, the cost includes what context-parallel ranks receive; optimiser, data loading and other
-communication are not included. Sparse attention is counted by the pack, as in training; stock has a sample in each.
+communication are not included. Sparse attention is counted by the pack, as in training.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from megatron_balance.cli.screen import in_a_line
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
@@ -30,8 +31,6 @@ from megatron_balance.cost.rates import (
     resolve_cost,
 )
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.options import dynamic_cp_problem
-from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.record import RunRecord
 from megatron_balance.report.figures import TimeScale
@@ -70,7 +69,7 @@ class Costs:
                 f"--device is {self.device!r}: give the TFLOPS that one GPU reaches, LINEAR or LINEAR,ATTENTION, above "
                 "0, or the name of a profile."
             )
-        return rates[0], rates[-1], "--device"
+        return rates[0], rates[1] if len(rates) > 1 else rates[0] * self.default_rate, "--device"
 
     @property
     def attention_rate(self) -> float:
@@ -105,8 +104,9 @@ class Costs:
         """The seconds.json of `--cost`."""
         return Calibration.read(Path(self.cost)) if self.cost is not None and self.cost.endswith(".json") else None
 
-    def planning(self, name: str, topology: Topology, *, packs: bool = True) -> CostModel:
-        """The cost model that training plans with on these ranks, by a name; `packs`: samples share packs."""
+    def planning(self, name: str, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
+        """The cost model that training plans with on these ranks, by a name; packs are full up to the cap."""
+        packed = self.max_tokens_per_gpu * topology.cp_size if pack_tokens is None else pack_tokens
         recorded = None if self.record is None or self.cost is not None or self.model is not None else self.record.info
         if recorded is None:
             cost_model = resolve_cost(
@@ -115,7 +115,7 @@ class Costs:
                 ep_size=topology.ep_size,
                 model_parallel_size=ranks_of_sample(topology),
                 attention_rate=self.attention_rate * self.attention_factor,
-                pack_tokens=self.max_tokens_per_gpu * topology.cp_size * packs,
+                pack_tokens=packed,
             )
         else:
             cost_model, theirs = recorded.cost_model, recorded.topology
@@ -127,9 +127,9 @@ class Costs:
                 )
         return replace(cost_model, cp_exchange=self._exchange(topology) if topology.dynamic_cp else 0)
 
-    def judging(self, topology: Topology, *, packs: bool = True) -> CostModel:
+    def judging(self, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
         """The cost model that judges plans on these ranks, with what context-parallel ranks receive."""
-        cost_model, cp_size = self.planning(self.name, topology, packs=packs), topology.cp_size
+        cost_model, cp_size = self.planning(self.name, topology, pack_tokens=pack_tokens), topology.cp_size
         if topology.dynamic_cp:
             return cost_model
         exchange = self._exchange(topology)
@@ -154,14 +154,16 @@ class Costs:
         except BalanceError:  # it has layers that pass no keys and values around a ring
             return 0
 
+    @property
+    def assumes_bandwidth(self) -> bool:
+        """No run has measured what context-parallel ranks receive."""
+        return self.calibration is None or not self.calibration.costs.cp_exchange
+
     def why_not_dynamic(self, topology: Topology) -> str | None:
-        """The reason why training refuses `--balance-context-parallel` with this model, or None."""
-        fields = {} if self.shape is None else vars(self.shape)  # they have the names of Megatron's options
-        options = fields | {"balance_context_parallel": ALL_RANKS, "use_megatron_fsdp": topology.fully_sharded}
-        problem = dynamic_cp_problem(options)
-        if problem is None and not self._exchange(topology):
-            return "what context-parallel ranks would receive is not known: add --model"
-        return problem
+        """The reason why context-parallel sizes of their own are not compared where training allows them, or None."""
+        return (
+            None if self._exchange(topology) else "what context-parallel ranks would receive is not known: add --model"
+        )
 
     def scale(self, topology: Topology) -> TimeScale:
         """From the cost that judges on these ranks to time on one pipeline stage."""
@@ -172,7 +174,7 @@ class Costs:
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
-        said = {"flops": f"FLOPs of {self.model}" if self.model else "FLOPs", "seconds": "seconds of a run"}
+        said = {"flops": f"FLOPs of {in_a_line(self.model)}" if self.model else "FLOPs", "seconds": "seconds of a run"}
         text = said.get(self.name, self.name)
         if self.rates is not None:
             text += " at {:g} TFLOPS a GPU, attention at {:g} (r = {:g}; {})".format(
@@ -181,7 +183,8 @@ class Costs:
         elif self.name == "flops" and self.record is None:
             text += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
         if self.rates is None and self.name != "seconds":
-            text += ". For seconds add --device, or --cost seconds.json"
+            model = "" if self.name == "flops" and self.record is None else "--model and "
+            text += f". For seconds add {model}--device, or --cost seconds.json"
         if self.shape is not None and self._exchange(topology):
             text += ". Context-parallel ranks receive {:g} GB/s, an assumption for {}".format(*_link(topology))
         return text

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cli.compare import output_file
 from megatron_balance.cli.costs import num_sharing
+from megatron_balance.cli.flags import output_file
+from megatron_balance.cli.screen import say
 from megatron_balance.cost.calibration import (
     LEAST_STEPS,
     UNITS_PER_SECOND,
@@ -62,27 +63,27 @@ def run(args: argparse.Namespace) -> int:
     per = costs.costs  # attoseconds
     times = (per.per_microbatch, per.linear + per.expert_linear, per.quadratic)
     launch, token, squared = (amount(attoseconds / UNITS_PER_SECOND, unit="s") for attoseconds in times)
-    print(
+    say(
         f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps: {launch} a micro-batch, {token} a "
         f"token, {squared} a squared token."
     )
-    print(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
+    say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
-        print("Warning: that is much. Record more steps, on ranks with nothing else to do, or plan by FLOPs.")
+        say("Warning: that is much. Record more steps, on ranks with nothing else to do, or plan by FLOPs.")
     if rates := _rates(fit, info=record.info):
         linear, attention = rates.values()
-        print(
+        say(
             f"A GPU runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
             f"{attention / linear:.2g}: --balance-attention-rate {attention / linear:.2g} without the file."
         )
     part = 1 - (per.linear + per.expert_linear) * longest / (per(longest) + per.expert_linear * longest)
     if part < TOLD_APART:
-        print(
+        say(
             f"Warning: attention is {part:.1%} of the longest sequence's time: no long samples were seen, and its rate "
             "is not known from this record: it stays near what the run planned with."
         )
-    print(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record some if you train on them.")
-    print(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
+    say(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record some if you train on them.")
+    say(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0
 
 

@@ -2,28 +2,29 @@
 
 `compare --help` describes the policies. What is recommended:
 
-    1. of the policies that are not slower than stock, those that keep every micro-batch under the token cap, where
-       there are any
-    2. of these at one context-parallel size, the one with the fewest flags within WORTH of the fastest
-    3. dynamic CP, if it gains DYNAMIC_WORTH more, or is alone in keeping under the cap
+    1. of the policies at one context-parallel size, the one with the fewest flags within WORTH of the fastest
+    2. dynamic CP, if it gains DYNAMIC_WORTH more, because bandwidths are assumed; WORTH where they were measured
 
 Invariants: one cost judges all policies; each is planned with the cost that its flags select in training. All figures
-come from plans of these very batches by the printed flags. No policy changes the order of the data.
+come from plans of these very batches by the printed flags. No policy changes the order of the data. None is compared
+that the run's own options refuse.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cli.costs import Costs
+from megatron_balance.cli.costs import GPUS_PER_NODE, Costs
+from megatron_balance.cli.flags import options_of
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner import Problem, build_data_schedule, is_makespan, resolve_objective
-from megatron_balance.record import RunInfo, StepRecord
+from megatron_balance.mcore.options import problems
+from megatron_balance.planner import build_data_schedule, is_makespan, resolve_objective
+from megatron_balance.record import RunInfo, RunRecord, StepRecord
 from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
 
@@ -31,9 +32,12 @@ WORTH = 0.01
 """A policy must gain at least this fraction to be worth its flags."""
 
 DYNAMIC_WORTH = 0.05
-"""Dynamic CP must gain at least this fraction over the best policy at one size, because bandwidths are assumed."""
+"""Dynamic CP must gain at least this fraction over the best policy at one size where bandwidths are assumed."""
 
-_MEANS = ("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "num_microbatches", "mean_cp_size")
+_MEANS = (
+    *("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "unavoidable_waiting"),
+    *("num_microbatches", "mean_cp_size"),
+)
 
 
 class Policy(NamedTuple):
@@ -54,32 +58,33 @@ class PolicyResult(PolicyFigures):
     setting: RunInfo  # ranks and cost that its plans are judged by; with dynamic CP ranks are leaves
 
     @property
-    def seconds(self) -> float:
-        """Predicted, of all steps; in an arbitrary unit where no speed is known."""
+    def time(self) -> float:
+        """Predicted, of all steps; in the unit of its scale, of one GPU."""
         return float(self.times.sum())
-
-    @property
-    def fits(self) -> bool:
-        """No micro-batch is above the token cap."""
-        return self.least_headroom >= 0
 
     def speedup(self, other: PolicyResult) -> float:
         """Time of another policy over that of this one."""
-        return other.seconds / self.seconds if self.seconds else 1.0
+        return other.time / self.time if self.time else 1.0
 
-    def line(self, *, stock: PolicyResult) -> dict[str, Any]:
-        """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom."""
-        num_tokens = sum(int(step.lengths.sum()) for step in self.steps)
+    def line(self, *, stock: PolicyResult, bounds: Sequence[int] | None = None) -> dict[str, Any]:
+        """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom.
+
+        `bounds`: costs that no plan of the steps can beat, where these are not of samples (rows of stock).
+        """
+        num_tokens, per_step = sum(int(step.lengths.sum()) for step in self.steps), self.time / len(self.steps)
         info = self.setting  # the predicted time follows one imbalance
         waiting = "pipeline" if is_makespan(info.objective, topology=info.topology) else info.objective
+        over = [step.predicted_cost / bound for step, bound in zip(self.metrics, bounds or (), strict=False) if bound]
+        known = self.scale.unit == "s" and per_step > 0
         return {
             "kind": "policy",
             "name": self.policy.name,
             "flags": self.policy.flags,
-            "seconds_per_step": self.seconds / len(self.steps),
-            "tokens_per_second_per_gpu": num_tokens / (max(self.seconds, 1e-300) * info.topology.num_gpus),
+            "seconds_per_step": per_step if known else None,
+            "tokens_per_second_per_gpu": num_tokens / (self.time * info.topology.num_gpus) if known else None,
+            "cost_per_gpu": None if known else per_step,  # FLOPs or tokens of the slowest, of any policy comparable
             "speedup": self.speedup(stock),
-            "over_bound": self.mean("over_bound") - 1,
+            "over_bound": (float(np.mean(over)) if over else self.mean("over_bound")) - 1,
             "padding": self.mean("padding_fraction"),
             "cap_headroom": self.least_headroom,
             "plan_ms": float(np.mean([step.plan_seconds for step in self.steps])) * 1e3,
@@ -90,14 +95,16 @@ class PolicyResult(PolicyFigures):
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is compared: costs, ranks at one size, and the token cap."""
+    """What is compared: costs, ranks at one size, the token cap, and the options of the training script."""
 
     costs: Costs
     topology: Topology
     limits: Limits
+    script_flags: Sequence[str] = ()
+    data_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def policies(self) -> list[Policy]:
-        """Stock, then policies by rising number of flags; dynamic CP last, on top of the best."""
+    def policies(self) -> tuple[list[Policy], list[str]]:
+        """Stock, then policies by rising number of flags, dynamic CP last; and why others are not compared."""
         costs, tokens, dynamic = self.costs, CostModel.tokens(), replace(self.topology, dynamic_cp=True)
         flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {self.limits.max_tokens_per_gpu}"
         policies = [
@@ -112,18 +119,56 @@ class Question:
         if costs.name == "flops" or costs.shape is not None:
             policies.append(Policy("by-flops", flags, costs.planning("flops", self.topology)))
         if costs.name == "seconds":
-            flags += f" --balance-cost {costs.cost or 'seconds.json'}"
+            flags = flags.partition(" --balance-attention-rate")[0] + f" --balance-cost {costs.cost or 'seconds.json'}"
             policies.append(Policy("calibrated", flags, costs.planning("seconds", self.topology)))
-        if costs.name != "tokens" and costs.why_not_dynamic(dynamic) is None:
+        reasons = list[str]()
+        if costs.name != "tokens":
             flags += " --balance-context-parallel"
-            policies.append(Policy("dynamic-cp", flags, costs.planning(costs.name, dynamic), dynamic_cp=True))
-        return policies
+            if reason := costs.why_not_dynamic(dynamic):
+                reasons.append(f"dynamic CP is not compared: {reason}")
+            else:
+                policies.append(Policy("dynamic-cp", flags, costs.planning(costs.name, dynamic), dynamic_cp=True))
+        allowed = policies[:1]
+        for policy in policies[1:]:
+            if against := problems(self.options(policy)):
+                reasons.append(f"{policy.name} is not compared: {against[0]}")
+            else:
+                allowed.append(policy)
+        return allowed, reasons
 
-    def plan(self, policy: Policy, batches: Sequence[Problem]) -> PolicyResult:
+    def options(self, policy: Policy) -> dict[str, Any]:
+        """The options of a run under a policy, as far as they are known."""
+        shape, ranks = self.costs.shape, self.topology
+        sizes = {
+            "tensor_model_parallel_size": ranks.tp_size,
+            "pipeline_model_parallel_size": ranks.pp_size,
+            "context_parallel_size": ranks.cp_size,
+            "expert_model_parallel_size": ranks.ep_size,
+            "expert_tensor_parallel_size": ranks.etp_size,
+            "use_megatron_fsdp": ranks.fully_sharded,
+            "calculate_per_token_loss": True,
+        }
+        fields = {} if shape is None else vars(shape)  # they have the names of Megatron's options
+        return {**fields, **sizes, **self.data_options, **options_of(self.script_flags, balance=policy.flags.split())}
+
+    def command(self, policy: Policy) -> str:
+        """The command that trains under a policy."""
+        gpus = self.topology.num_gpus
+        nodes = f"--nnodes {-(-gpus // GPUS_PER_NODE)} " if gpus > GPUS_PER_NODE else ""
+        # Megatron's default, allgather, is refused where experts are spread over replicas.
+        spread = self.topology.ep_span > 1 and "moe_token_dispatcher_type" not in self.options(policy)
+        return (
+            f"torchrun {nodes}--nproc-per-node {min(gpus, GPUS_PER_NODE)} -m megatron_balance.launch YOUR_SCRIPT … "
+            f"--calculate-per-token-loss {'--moe-token-dispatcher-type alltoall ' if spread else ''}{policy.flags}"
+        )
+
+    def plan(self, policy: Policy, batches: Sequence[StepRecord]) -> Iterator[StepRecord]:
         """Plan every global batch under a policy."""
         topology = replace(self.topology, dynamic_cp=policy.dynamic_cp)
-        steps: list[StepRecord] = []
         for iteration, batch in enumerate(batches, start=1):
+            if not policy.flags:
+                yield replace(batch, topology=self.topology, iteration=iteration).stock()
+                continue
             started = time.perf_counter()
             schedule = build_data_schedule(
                 batch.segments,
@@ -135,67 +180,98 @@ class Question:
                 home_ranks=batch.home_ranks,
                 move_samples=policy.move_samples,
             )
-            step = StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=time.perf_counter() - started)
-            steps.append(step if policy.flags else step.stock())
-        return self.judge(policy, steps)
+            spent = time.perf_counter() - started
+            rows = {"rows": batch.rows, "row_tokens": batch.row_tokens}
+            yield StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=spent, **rows)
 
-    def judge(self, policy: Policy, steps: Sequence[StepRecord]) -> PolicyResult:
-        """The plans of a policy, judged as those of all others."""
+    def judge(self, policy: Policy, steps: Sequence[StepRecord], *, row_tokens: int | None = None) -> PolicyResult:
+        """The plans of a policy, judged as those of all others; stock has a sample, or `row_tokens`, in each pack."""
         topology = steps[0].topology
         setting = RunInfo(
-            cost_model=self.costs.judging(topology, packs=bool(policy.flags)),
+            cost_model=self.costs.judging(topology, pack_tokens=None if policy.flags else row_tokens or 0),
             cost_name=self.costs.name,
             topology=topology,
             limits=self.limits,
             objective=resolve_objective("auto", topology=topology),
             policy=f"megatron-balance compare, {policy.name}",
+            row_tokens=steps[0].row_tokens,
         )
         shared = {name: getattr(setting, name) for name in ("cost_model", "limits", "objective")}
         judged = [replace(step, **shared) for step in steps]
         return PolicyResult(judged, self.costs.scale(topology), policy=policy, setting=setting)
 
 
-def recommend(results: Sequence[PolicyResult]) -> tuple[PolicyResult, list[str]]:
-    """Choose a policy, and say why. `results`: stock and packed first, then by rising number of flags."""
-    stock = results[0]
-    allowed = [result for result in results if result.seconds <= stock.seconds]
-    fitting = [result for result in allowed if result.fits] or allowed
-    fastest = min((result.seconds for result in fitting if not result.policy.dynamic_cp), default=float("inf"))
-    worth = [result for result in fitting if result.seconds * (1 - WORTH) <= fastest]
-    dynamic = [one for one in worth if one.policy.dynamic_cp and one.seconds < fastest * (1 - DYNAMIC_WORTH)]
-    chosen = (dynamic or worth)[0]
-    return chosen, list(_reasons(chosen, results=results))
+def measured_outside(record: RunRecord) -> float | None:
+    """The part of recorded steps that ranks waited for plans and samples; None where nothing was measured."""
+    measured = [step for step in record.steps if step.is_measured]
+    waits = sum(step.exposed_seconds for step in measured)
+    busiest = sum(float(step.seconds.sum(axis=1).max()) for step in measured)
+    return waits / (waits + busiest) if busiest else None
 
 
-def _reasons(chosen: PolicyResult, *, results: Sequence[PolicyResult]) -> Iterator[str]:
+def recommend(
+    results: Sequence[PolicyResult], *, question: Question, outside: float | None = None
+) -> tuple[PolicyResult, list[str]]:
+    """Choose a policy, and say why. `results`: stock first, then by rising number of flags."""
+    worth = DYNAMIC_WORTH if question.costs.assumes_bandwidth else WORTH
+    of_one_size = [result for result in results if not result.policy.dynamic_cp]
+    best = min(of_one_size, key=lambda result: result.time)
+    chosen = next(result for result in of_one_size if result.time * (1 - WORTH) <= best.time)
+    dynamic = next((result for result in results if result.policy.dynamic_cp), None)
+    if dynamic is not None and dynamic.time < best.time * (1 - worth):
+        chosen = dynamic
+    reasons = _reasons(chosen, results=results, best=best, question=question, outside=outside)
+    return chosen, list(reasons)
+
+
+def _reasons(
+    chosen: PolicyResult,
+    *,
+    results: Sequence[PolicyResult],
+    best: PolicyResult,
+    question: Question,
+    outside: float | None,
+) -> Iterator[str]:
     """The advice in sentences."""
-    stock, packed = results[0], results[1]
+    stock, packed = results[0], next((result for result in results if result.policy.name == "packed"), results[0])
     if chosen is stock:
         yield f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
     else:
         against = "" if chosen is packed else f", {chosen.speedup(packed):.2f}x that of packing alone"
-        yield f"Use {chosen.policy.flags}. Expect {chosen.speedup(stock):.2f}x the speed of stock{against}."
+        share = "an unknown time"
+        if outside is not None:
+            share = f"at least {outside:.1%} of the time (measured: plans and samples; the optimizer is in no record)"
+        yield (
+            f"At most {chosen.speedup(stock):.2f}x the speed of stock{against}, in forward and backward passes. Beside "
+            f"them a step spends {share}."
+        )
+        yield question.command(chosen.policy)
+        yield "or --balance in place of the last flags: it takes what is safe for the run."
+    unavoidable = best.mean("unavoidable_waiting")
+    waits = (
+        f"At this context-parallel size GPUs wait {unavoidable:.0%} of the time or more, whatever the plan: a sample"
+    )
+    waits += " costs more than a rank's share"
+    if chosen.policy.dynamic_cp:
+        why = f"{waits}. " if unavoidable > WORTH else ""
+        yield f"{why}Context-parallel sizes of their own are {chosen.speedup(best):.2f}x as fast as {best.policy.name}."
+    elif unavoidable > WORTH:
+        yield f"{waits}. Take more samples a step, or cut it."
     num_ranks = chosen.setting.topology.dynamic_cp_sizes[-1]  # that may share a sequence
     at_most = chosen.setting.topology.at_cp_size(num_ranks)
-    lengths = np.concatenate([at_most.padded_seq_len(step.segments) for step in stock.steps])
-    held, longest = num_ranks * (chosen.setting.limits.max_tokens_per_gpu or 0), int(lengths.max())
-    if not chosen.fits:
+    lengths = np.concatenate([step.segments for step in packed.steps])
+    padded, cap = at_most.padded_seq_len(lengths), num_ranks * (chosen.setting.limits.max_tokens_per_gpu or 0)
+    if chosen is not stock and (num_over := int((padded > cap).sum())):
         yield (
-            f"{(lengths > held).sum()} of {lengths.size} sequences are longer than the cap of {held} tokens and run "
-            f"alone above it, the longest with {longest}: raise --max-tokens-per-gpu to {-(-longest // num_ranks)} if "
-            f"memory holds that, or cut them at {held}."
-        )
-    elif not stock.fits:
-        yield f"The longest sequence has {longest} tokens: only {chosen.policy.name} keeps under the cap."
-    floor = max(step.single_sample_floor for step in chosen.metrics)
-    if chosen.policy.dynamic_cp:
-        best = min((result for result in results if not result.policy.dynamic_cp), key=lambda result: result.seconds)
-        gain = chosen.speedup(best)
-        yield f"It is {gain:.2f}x as fast as {best.policy.name}. doctor -- FLAGS says which options it excludes."
-    elif floor > 1.01:
-        yield (
-            f"The costliest sample takes up to {floor:.2f}x a rank's even share, and no plan at this context-parallel "
-            "size is faster than it: take more samples a step, or cut it."
+            f"{num_over} of {lengths.size} samples are longer than the cap of {cap} tokens and run alone above it, the "
+            f"longest with {lengths.max()}: --max-tokens-per-gpu {-(-int(padded.max()) // num_ranks)} holds it, if "
+            f"memory does; else cut them at {cap}"
+            + (", or add --balance-context-parallel." if _holds_all(results, but=chosen) else ".")
         )
     if chosen.setting.cost_name == "tokens" and all(result.policy.name != "by-flops" for result in results):
         yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."
+
+
+def _holds_all(results: Sequence[PolicyResult], *, but: PolicyResult) -> bool:
+    """Another policy, with sizes of its own, keeps every micro-batch under the cap."""
+    return any(result.policy.dynamic_cp and result is not but and result.least_headroom >= 0 for result in results)

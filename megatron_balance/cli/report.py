@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_balance.cli.compare import output_file
+from megatron_balance.cli.flags import output_file
+from megatron_balance.cli.screen import say
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import read_record
 
@@ -48,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     figures = run_figures(read_record(args.record))
     write_page(figures, out=args.out, peak=args.peak)
     size = args.out.stat().st_size / 1e6
-    print(f"{args.out}: {len(figures.record.steps)} steps, {size:.1f} MB. Open it in a browser.")
+    say(f"{args.out}: {len(figures.record.steps)} steps, {size:.1f} MB. Open it in a browser.")
     if args.trace is not None:
         write_trace(figures, out=args.trace)
-        print(f"{args.trace}: {args.trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
+        say(f"{args.trace}: {args.trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
     return 0

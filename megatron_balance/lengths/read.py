@@ -1,22 +1,26 @@
-"""Reads sample lengths from a file.
+"""Reads sample lengths from a file, block by block, and no further than asked: a file may be larger than memory.
 
 A length is the number of tokens of one sample. Files keep their order: it is the order in which the samples would be
-trained on. Every reader returns raw values with the place each came from; one check then turns them into int64, so that
-a wrong value is named by file, line and value in every format.
+trained on. Every reader yields blocks of raw values with the place each came from; one check then turns them into
+int64, so that a wrong value is named by file, line and value in every format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import gzip
 import importlib
 import json
 import math
 import struct
+import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,67 +30,139 @@ from megatron_balance.errors import BalanceError
 MAX_LENGTH = 2**31 - 1
 """Longest sample, tokens: cu_seqlens are int32."""
 
-MAX_ARCHIVE_NBYTES = 2**31
-"""Limit on all arrays of one archive, unpacked: a small file can unpack to more than a machine holds."""
+MAX_LENGTHS = 2**25
+"""Most lengths that are read, whatever a header claims or a small file unpacks to: some 300 MB."""
 
-DEFAULT_KEYS = ("length", "num_tokens")
+MAX_LINE = 2**26
+"""Longest line of a text, bytes."""
+
+DEFAULT_KEYS = ("length", "num_tokens", "input_ids")
 """Names under which a length is looked for when no key is given."""
 
-_RawLengths = tuple[NDArray[Any] | Sequence[object], Callable[[int], str]]
-"""Values as read, and the place of the i-th."""
+_BLOCK = 2**16
+
+Progress = Callable[[int], None]
+"""Told how many rows are read."""
 
 
-def read_lengths(path: str | Path, *, key: str | None = None) -> NDArray[np.int64]:
+class Rows(NamedTuple):
+    """Rows of a data set: `[num_sequences]` tokens of every sequence, and sequences of each row; None: one each."""
+
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64] | None = None
+
+
+class _Block(NamedTuple):
+    """Raw values of neighbouring rows, the place of the i-th row, and the values of each where not one."""
+
+    values: NDArray[Any] | Sequence[object]
+    place: Callable[[int], str]
+    counts: Sequence[int] | None = None
+
+
+def read_lengths(
+    path: str | Path, *, key: str | None = None, most: int | None = None, progress: Progress | None = None
+) -> NDArray[np.int64]:
+    """The lengths of `read_rows`: `[num_sequences]` int64, tokens."""
+    return read_rows(path, key=key, most=most, progress=progress).lengths
+
+
+def read_rows(
+    path: str | Path, *, key: str | None = None, most: int | None = None, progress: Progress | None = None
+) -> Rows:
     """Read sample lengths, in file order.
 
     Args:
-        path: an `.npy` array; an `.npz` archive; `.jsonl` with a number or an object a line; `.csv` with or
-            without a header; `.txt` with one number a line; `.parquet` (needs pyarrow); the `.idx` of a Megatron data
-            set, of which a sample is a document.
-        key: array, column or JSON field that holds the lengths. Without it `length` or `num_tokens` is
-            taken, or the only array or column there is.
-
-    Returns:
-        `[num_samples]` int64, tokens.
+        path: an `.npy` array; an `.npz` archive; `.jsonl` with a line for each row: a number, an object, or a list of
+            the lengths packed into it; `.csv` with or without a header; `.txt` with one number a line; each of these
+            but `.npz` also with `.gz`; `.parquet` (needs pyarrow); the `.idx` of a Megatron data set, or its path
+            without suffix, whose sequences are the documents of GPTDataset; `-`, the lines of the standard input.
+        key: array, column or JSON field that holds the lengths, or lists of tokens that are counted. Without it
+            `length`, `num_tokens` or `input_ids` is taken, or the only array or column there is.
+        most: rows to read; None for all of them, at most `MAX_LENGTHS`.
 
     Raises:
-        BalanceError: the file is missing, empty or of an unknown kind; columns are several and none is
+        BalanceError: the file is missing, empty, too long or of an unknown kind; columns are several and none is
             named; a length is negative, fractional, NaN or above `MAX_LENGTH`.
     """
     file = Path(path)
-    suffix = file.suffix.lower()
-    if suffix not in _READERS:
-        raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
+    if not file.suffix and (index := file.with_name(f"{file.name}.idx")).is_file():
+        file = index
+    packed = file.suffix.lower() == ".gz"
+    suffix = ".jsonl" if str(file) == "-" else Path(file.stem if packed else file.name).suffix.lower()
+    if suffix not in _READERS or (packed and suffix in _SEEKING):
+        raise BalanceError(
+            f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}, or the prefix of an .idx."
+        )
     if key is not None and suffix in (".npy", ".txt", ".idx"):
         raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
     reader, what = _READERS[suffix]
     try:
-        return _checked(file, *reader(file, key))
+        if str(file) == "-":
+            return _collected(file, reader(file, sys.stdin.buffer, key), most=most, progress=progress)
+        with gzip.open(file) if packed else file.open("rb") as stream:
+            return _collected(file, reader(file, cast("BinaryIO", stream), key), most=most, progress=progress)
     except BalanceError:  # a ValueError that says enough
         raise
+    except (gzip.BadGzipFile, zipfile.BadZipFile, *_WRONG_CONTENT) as error:
+        raise BalanceError(f"{file} is not {what}: {error}") from error
     except OSError as error:
         reason = error.strerror or error
         raise BalanceError(f"{file} cannot be read: {reason}; give a file of lengths, or synthetic:NAME.") from error
-    except (ValueError, EOFError, MemoryError, RuntimeError, csv.Error, zipfile.BadZipFile, zlib.error) as error:
-        raise BalanceError(f"{file} is not {what}: {error}") from error
 
 
-def _checked(file: Path, raw: NDArray[Any] | Sequence[object], place: Callable[[int], str]) -> NDArray[np.int64]:
-    """Raw values as int64 `[num_samples]`; raises at the first value that is no length."""
-    if len(raw) == 0:
+_WRONG_CONTENT = (ValueError, EOFError, MemoryError, RuntimeError, SyntaxError, csv.Error, zlib.error, struct.error)
+
+
+def _collected(file: Path, blocks: Iterator[_Block], *, most: int | None, progress: Progress | None) -> Rows:
+    """The checked values of all blocks up to `most` rows."""
+    parts: list[NDArray[np.int64]] = []
+    counts: list[NDArray[np.int64]] = []
+    total = 0
+    for block in blocks:
+        values = _checked(file, block)
+        of_rows = np.ones(len(values), np.int64) if block.counts is None else np.array(block.counts, np.int64)
+        if most is not None:
+            of_rows = of_rows[: most - total]
+        parts.append(values[: of_rows.sum()])
+        counts.append(of_rows)
+        total += of_rows.size
+        if max(total, sum(map(len, parts[-1:]))) > MAX_LENGTHS:
+            raise BalanceError(
+                f"{file} holds more than {MAX_LENGTHS} lengths: leave out --shuffle, so that the first are read, or "
+                "give a part of them."
+            )
+        if progress is not None:
+            progress(total)
+        if total == most:
+            break
+    if not total:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
-    values = raw if isinstance(raw, np.ndarray) else np.array([_number(value) for value in raw])
-    if values.ndim != 1 or values.dtype.kind not in "iuf":
-        raise BalanceError(
-            f"{file} holds {values.dtype} values of shape {list(values.shape)}; lengths are integers, [num_samples]."
-        )
+    lengths, of_rows = np.concatenate(parts), np.concatenate(counts)
+    return Rows(lengths, None if (of_rows == 1).all() else of_rows)
+
+
+def _checked(file: Path, block: _Block) -> NDArray[np.int64]:
+    """Raw values as int64; raises at the first that is no length."""
+    raw = block.values
+    if isinstance(raw, np.ndarray):
+        values = raw
+    elif set(map(type, raw)) <= {int}:
+        values = np.array(raw, dtype=None if raw else np.int64)
+    else:
+        values = np.array([_number(value) for value in raw])
+    if values.dtype.kind == "O":  # integers of more than 64 bits
+        values = values.astype(np.float64)
     # Written so that NaN fails it as well.
-    wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
+    wrong = ~((values >= 0) & (values <= MAX_LENGTH))
+    if values.dtype.kind == "f":
+        wrong |= values != np.floor(values)
     if wrong.any():
         index = int(np.argmax(wrong))
+        row = index if block.counts is None else int(np.searchsorted(np.cumsum(block.counts), index, "right"))
         raise BalanceError(
-            f"{file}, {place(index)} is {raw[index]}: a length is a whole number of tokens, from 0 to {MAX_LENGTH}. "
-            "Correct it or leave the sample out."
+            f"{file}, {block.place(row)} is {str(raw[index])[:80]}: a length is a whole number of tokens, from 0 to "
+            f"{MAX_LENGTH}. Correct it or leave the sample out."
         )
     return values.astype(np.int64)
 
@@ -101,7 +177,7 @@ def _number(value: object) -> float:
 
 def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
     """The name that holds the lengths among those of an archive, a table or a record."""
-    listed = ", ".join(names) or "none"
+    listed = ", ".join(names[:9]) + (", …" if len(names) > 9 else "") or "none"
     if key is not None and key not in names:
         raise BalanceError(f"{where} has no {what} {key!r} (--key); it has {listed}.")
     wanted = DEFAULT_KEYS if key is None else (key,)
@@ -114,96 +190,162 @@ def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> 
     return found[0]
 
 
-def _read_npy(file: Path, _: str | None) -> _RawLengths:
-    # Mapped, a file takes no memory for what its header claims, and pickled objects, which can run code, are refused.
-    return np.atleast_1d(np.array(np.lib.format.open_memmap(file, mode="r"))), "index {}".format
+def _read_npy(file: Path, stream: BinaryIO, _: str | None, where: str = "index {}") -> Iterator[_Block]:
+    # Read block by block, an array takes no memory for what its header claims; pickled objects, which can run code,
+    # are refused.
+    header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, _, dtype = header.get(np.lib.format.read_magic(stream), _refuse_header)(stream)
+    if dtype.kind not in "iuf" or len(shape) > 1:
+        raise BalanceError(f"{file} holds {dtype} values of shape {list(shape)}; lengths are integers, [num_samples].")
+    left, first = math.prod(shape), 0
+    while left:
+        count = min(left, _BLOCK)
+        values = np.frombuffer(stream.read(count * dtype.itemsize), dtype)
+        if values.size < count:
+            raise ValueError(f"it holds {first + values.size} values, and its header claims {math.prod(shape)}")
+        yield _Block(values, lambda index, first=first: where.format(first + index))
+        left, first = left - count, first + count
 
 
-def _read_npz(file: Path, key: str | None) -> _RawLengths:
-    with zipfile.ZipFile(file) as archive:
-        unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > MAX_ARCHIVE_NBYTES:
-        raise BalanceError(f"{file} unpacks to {unpacked} bytes, and at most {MAX_ARCHIVE_NBYTES} are read.")
-    with np.load(file, allow_pickle=False) as arrays:
-        name = _choose(list(arrays), where=str(file), key=key, what="array")
-        return np.atleast_1d(arrays[name]), lambda index: f"array {name!r}, index {index}"
+def _refuse_header(_: BinaryIO) -> Any:
+    raise ValueError("its header is of another version than 1.0 and 2.0")
 
 
-def _read_jsonl(file: Path, key: str | None) -> _RawLengths:
-    numbered: list[tuple[int, object]] = []
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value: object = json.loads(line)
-            except ValueError as error:
-                raise BalanceError(f"{file}, line {number} is not JSON: {error}. Write one value a line.") from error
-            if isinstance(value, dict):
-                fields = cast("dict[str, object]", value)
-                value = fields[_choose(list(fields), where=f"{file}, line {number}", key=key, what="field")]
-            numbered.append((number, value))
-    return [value for _, value in numbered], lambda index: f"line {numbered[index][0]}"
+def _read_npz(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
+    with zipfile.ZipFile(stream) as archive:
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+        name = _choose(names, where=str(file), key=key, what="array")
+        with archive.open(f"{name}.npy") as member:
+            yield from _read_npy(file, cast("BinaryIO", member), None, f"array {name!r}, index {{}}")
 
 
-def _read_csv(file: Path, key: str | None) -> _RawLengths:
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        rows = csv.reader(lines)
-        numbered = [(rows.line_num, row) for row in rows if any(cell.strip() for cell in row)]
-    first = [cell.strip() for cell in numbered[0][1]] if numbered else []
-    column = 0
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, list[str]]]:
+    """Blocks of lines, each with the number of its first one."""
+    number, rest, at_end = 1, b"", False
+    while not at_end:
+        chunk = stream.read(2**20)
+        *lines, rest = (rest + chunk).split(b"\n")
+        if at_end := not chunk:
+            lines = [rest]
+        elif len(rest) > MAX_LINE:
+            raise ValueError(f"line {number + len(lines)} has more than {MAX_LINE} bytes")
+        if number > MAX_LENGTHS:
+            raise ValueError(f"it has more than {MAX_LENGTHS} lines")
+        if lines:
+            yield number, b"\n".join(lines).decode("utf-8-sig" if number == 1 else "utf-8").split("\n")
+        number += len(lines)
+
+
+def _read_txt(_: Path, stream: BinaryIO, __: str | None) -> Iterator[_Block]:
+    for number, lines in _lines(stream):
+        filled = [at for at, line in enumerate(lines) if line.strip()]
+        values: list[object] = [lines[at].strip() for at in filled]
+        with contextlib.suppress(ValueError):  # the check names the line
+            values = list(map(int, cast("list[str]", values)))
+        yield _Block(values, lambda row, number=number, filled=filled: f"line {number + filled[row]}")
+
+
+def _read_jsonl(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
+    for number, lines in _lines(stream):
+        numbers = [number + at for at, line in enumerate(lines) if line.strip()]
+        filled = [lines[at - number] for at in numbers]
+        try:
+            rows: list[object] = json.loads(f"[{','.join(filled)}]")
+        except (ValueError, RecursionError):
+            rows = []
+        if len(rows) != len(filled):
+            rows = [_json_of(line, f"{file}, line {at}") for at, line in zip(numbers, filled, strict=True)]
+        values: list[object] = []
+        counts: list[int] = []
+        for at, row in zip(numbers, rows, strict=True):
+            if isinstance(row, dict):
+                fields = cast("dict[str, object]", row)
+                name = (
+                    key if key in fields else _choose(list(fields), where=f"{file}, line {at}", key=key, what="field")
+                )
+                row = fields[name]
+                if isinstance(row, list) and name not in DEFAULT_KEYS[:2]:
+                    row = len(row)  # tokens
+            of_row = cast("list[object]", row) if isinstance(row, list) else [row]
+            values += of_row
+            counts.append(len(of_row))
+        yield _Block(values, lambda row, numbers=numbers: f"line {numbers[row]}", counts)
+
+
+def _json_of(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BalanceError(f"{where} is not JSON: {error}. Write one value a line.") from error
+
+
+def _read_csv(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
+    lines = chain.from_iterable(block for _, block in _lines(stream))
+    rows = csv.reader(line + "\n" for line in lines)
+    numbered = ((rows.line_num, row) for row in rows if any(cell.strip() for cell in row))
+    number, first = next(numbered, (0, []))
+    names, column = [cell.strip() for cell in first], 0
     # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
-    if any(math.isnan(_number(cell)) and cell.lower() != "nan" for cell in first):
-        column = first.index(_choose(first, where=str(file), key=key, what="column"))
-        numbered = numbered[1:]
+    if any(math.isnan(_number(cell)) and cell.lower() != "nan" for cell in names):
+        column = names.index(_choose(names, where=str(file), key=key, what="column"))
     elif key is not None or len(first) > 1:
         raise BalanceError(f"{file} has {len(first)} columns and no header line; add one that names `length`.")
-    cells = ["".join(row[column : column + 1]).strip() or "missing" for _, row in numbered]
-    return cells, lambda index: f"line {numbered[index][0]}"
+    else:
+        numbered = chain([(number, first)] * bool(first), numbered)
+    while block := list(islice(numbered, _BLOCK)):
+        cells = ["".join(row[column : column + 1]).strip() or "missing" for _, row in block]
+        yield _Block(cells, lambda index, block=block: f"line {block[index][0]}")
 
 
-def _read_parquet(file: Path, key: str | None) -> _RawLengths:
+def _read_parquet(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise BalanceError(f"{file}: reading parquet needs pyarrow; pip install '.[report]' in a clone.") from error
-    with parquet.ParquetFile(file) as table:
-        name = _choose(list(table.schema_arrow.names), where=str(file), key=key, what="column")
-        return table.read(columns=[name]).column(name).to_numpy(), lambda row: f"column {name!r}, row {row}"
+    with parquet.ParquetFile(stream) as table:
+        schema, first = table.schema_arrow, 0
+        name = _choose(list(schema.names), where=str(file), key=key, what="column")
+        is_list = hasattr(schema.field(name).type, "value_type") and "list" in str(schema.field(name).type)
+        for batch in table.iter_batches(batch_size=2**10 if is_list else _BLOCK, columns=[name]):
+            column = batch.column(0)
+            values = (column.value_lengths() if is_list else column).to_numpy(zero_copy_only=False)
+            if values.dtype.kind not in "iuf":
+                raise BalanceError(f"{file}, column {name!r} holds {column.type}: lengths are integers.")
+            yield _Block(values, lambda row, first=first: f"column {name!r}, row {first + row}")
+            first += len(values)
 
 
 _IDX_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the tokens' type, number of sequences, number of document bounds."""
 
 
-def _read_idx(file: Path, _: str | None) -> _RawLengths:
-    """Tokens of each document, from the index of `megatron.core.datasets.indexed_dataset`.
+def _read_idx(file: Path, stream: BinaryIO, _: str | None) -> Iterator[_Block]:
+    """Tokens of each sequence, from the index of `megatron.core.datasets.indexed_dataset`.
 
     After the header: int32 tokens of every sequence, int64 places of them in the `.bin`, and int64 bounds of documents,
-    in sequences.
+    in sequences. GPTDataset joins sequences, and masks attention between them.
     """
-    content = file.read_bytes()
-    if len(content) < _IDX_HEADER.size or not content.startswith(b"MMIDIDX\0\0"):
+    header = stream.read(_IDX_HEADER.size)
+    if not header.startswith(b"MMIDIDX\0\0"):
         raise BalanceError(f"{file} is not the index of a Megatron data set: it does not begin with MMIDIDX.")
-    _, version, _, num_sequences, num_bounds = _IDX_HEADER.unpack_from(content)
-    at_bounds = _IDX_HEADER.size + 12 * num_sequences
-    if version != 1 or at_bounds + 8 * num_bounds > len(content):
+    _, version, _, num_sequences, num_bounds = _IDX_HEADER.unpack(header)
+    if version != 1 or _IDX_HEADER.size + 12 * num_sequences + 8 * num_bounds > file.stat().st_size:
         raise BalanceError(f"{file} is cut off, or of version {version}: version 1 of Megatron's index is read.")
-    tokens = np.frombuffer(content, dtype="<i4", count=num_sequences, offset=_IDX_HEADER.size)
-    bounds = np.frombuffer(content, dtype="<i8", count=num_bounds, offset=at_bounds)
-    if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
-        raise BalanceError(f"{file} is damaged: its bounds of documents are not those of its sequences.")
-    until = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
-    return np.diff(until[bounds]), "document {}".format
+    for first in range(0, num_sequences, _BLOCK):
+        tokens = np.frombuffer(stream.read(4 * min(num_sequences - first, _BLOCK)), dtype="<i4")
+        yield _Block(tokens, lambda index, first=first: f"sequence {first + index}")
 
 
-_READERS: dict[str, tuple[Callable[[Path, str | None], _RawLengths], str]] = {
+_READERS: dict[str, tuple[Callable[[Path, BinaryIO, str | None], Iterator[_Block]], str]] = {
     ".npy": (_read_npy, "an .npy array of integers, as numpy writes it"),
     ".npz": (_read_npz, "an .npz archive of integers, as numpy writes it"),
     ".jsonl": (_read_jsonl, "UTF-8 text"),
     ".csv": (_read_csv, "UTF-8 text of comma-separated values"),
-    ".txt": (_read_csv, "UTF-8 text of a number a line"),
+    ".txt": (_read_txt, "UTF-8 text of a number a line"),
     ".parquet": (_read_parquet, "a parquet file"),
     ".idx": (_read_idx, "an index"),
 }
 """By suffix the reader, and what it reads."""
+
+_SEEKING = (".npz", ".parquet", ".idx")
+"""Read at several places, so not unpacked from `.gz`."""

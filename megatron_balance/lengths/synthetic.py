@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.lengths.read import MAX_LENGTHS
 
 _BLOCK = 4096
 """Candidates drawn at a time: fixed, so that the first samples do not depend on num_samples."""
@@ -55,8 +56,10 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
     generator = np.random.default_rng(seed)
     weights, mu, sigma = np.array(mixture["components"]).T
     upper = np.cumsum(weights)
-    blocks = [np.zeros(0, dtype=np.int64)]
-    while sum(block.size for block in blocks) < num_samples:
+    if num_samples > MAX_LENGTHS:
+        raise BalanceError(f"num_samples is {num_samples}: at most {MAX_LENGTHS} are drawn.")
+    blocks, drawn = [np.zeros(0, dtype=np.int64)], 0
+    while drawn < num_samples:
         # Scaled by the last edge: the weights are rounded and need not add to one.
         position = generator.random(_BLOCK) * upper[-1]
         component = (position[:, None] >= upper[:-1]).sum(axis=1)
@@ -64,4 +67,5 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
         lengths = np.rint(np.exp(logarithm)).astype(np.int64)
         # Redrawn rather than clipped: clipping would pile samples up on the two edges.
         blocks.append(lengths[(lengths >= mixture["shortest"]) & (lengths <= mixture["longest"])])
+        drawn += blocks[-1].size
     return np.concatenate(blocks)[:num_samples]

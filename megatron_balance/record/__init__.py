@@ -1,6 +1,8 @@
 """The record of a run: plans and measured seconds of every step, written while it trains and read for reports."""
 
 from megatron_balance.record.run_record import (
+    MAX_GPUS,
+    MAX_STAGES,
     RecordWriter,
     RunInfo,
     RunRecord,
@@ -12,6 +14,8 @@ from megatron_balance.record.run_record import (
 from megatron_balance.record.step import StepRecord
 
 __all__ = [
+    "MAX_GPUS",
+    "MAX_STAGES",
     "RecordWriter",
     "RunInfo",
     "RunRecord",

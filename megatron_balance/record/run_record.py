@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.planner import Images, Problem, as_integers, resolve_objective
 from megatron_balance.record.step import StepRecord, unmeasured
 from megatron_balance.topology import Limits, Topology
@@ -41,6 +41,12 @@ PLAN = "plan.jsonl"
 """The file of a record's folder that one rank writes."""
 
 _TIMES = ("plan_seconds", "exchange_seconds", "exposed_seconds")
+
+_MAX_TIME = 2.0**50
+"""Largest iteration, and time in seconds, of a record that is not damaged."""
+
+MAX_GPUS, MAX_STAGES = 2**20, 2**12
+"""Most GPUs and pipeline stages of a record, or of ranks that are compared."""
 
 _MAX_LINE = 2**26
 """Bytes at the end of a file in which its last line begins."""
@@ -57,6 +63,7 @@ class RunInfo:
     objective: str
     policy: str  # the flags that chose it, for people
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])  # hardware, versions, and the attention rate
+    row_tokens: int | None = None  # StepRecord.row_tokens of all steps
 
     def line(self) -> dict[str, Any]:
         """The first line of a record."""
@@ -68,6 +75,8 @@ class RunInfo:
         if line["format"] != FORMAT:
             raise ValueError(f"it is of the format {line['format']!r}, not {FORMAT!r}: another version wrote it")
         topology, origin = Topology(**line["topology"]), dict(line["origin"])
+        if topology.num_gpus > MAX_GPUS or topology.pp_size * topology.vpp_size > MAX_STAGES:
+            raise ValueError(f"it has {topology.num_gpus} GPUs and {topology.pp_size} pipeline stages")
         if "versions" in origin:
             origin["versions"] = dict(origin["versions"])
         return cls(
@@ -78,6 +87,7 @@ class RunInfo:
             objective=resolve_objective(line["objective"], topology=topology),
             policy=str(line["policy"]),
             origin=origin,
+            row_tokens=None if line.get("row_tokens") is None else check_integer("row_tokens", line["row_tokens"]),
         )
 
 
@@ -91,7 +101,7 @@ class RunRecord(NamedTuple):
 def line_of(step: StepRecord) -> dict[str, Any]:
     """A step without its measurements, as JSON."""
     arrays = {"segment_lengths": step.segments, "num_segments": step.num_segments, "home_ranks": step.home_ranks}
-    arrays |= {"slot_of": step.slot_of, "cp_sizes": step.cp_size_grid.ravel()}
+    arrays |= {"slot_of": step.slot_of, "cp_sizes": step.cp_size_grid.ravel(), "rows": step.rows}
     if step.images is not None:
         arrays["image_sums"] = step.images.sums.ravel()
     line: dict[str, Any] = {name: array.tolist() for name, array in arrays.items() if array is not None}
@@ -100,7 +110,7 @@ def line_of(step: StepRecord) -> dict[str, Any]:
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     """The step that `line_of` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
-    topology, iteration, names = info.topology, line["iteration"], ("slot_of", "cp_sizes", "image_sums")
+    topology, iteration, names = info.topology, line["iteration"], ("slot_of", "cp_sizes", "image_sums", "rows")
     arrays = {name: as_integers(line[name], name=name) for name in names if name in line}
     problem = Problem.of(
         line["segment_lengths"],
@@ -117,11 +127,14 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     if slot_of.size != problem.lengths.size or slot_of.max(initial=0) >= sizes.size:
         raise ValueError(f"slot_of must be {problem.lengths.size} integers from 0 to {sizes.size - 1}")
     _check_cp_sizes(sizes, slot_of=slot_of, topology=topology)
+    rows = arrays.get("rows")
+    if rows is not None and (rows.size != slot_of.size or not np.isin(np.diff(rows, prepend=-1), (0, 1)).all()):
+        raise ValueError("rows do not rise from 0 by at most 1")
     times: dict[str, Any] = {name: float(line[name]) for name in _TIMES}
-    if type(iteration) is not int or not all(0 <= value < math.inf for value in (iteration, *times.values())):
+    if type(iteration) is not int or not all(0 <= value < _MAX_TIME for value in (iteration, *times.values())):
         raise ValueError(f"iteration is {iteration!r}, the times are {times}")
     placed = {"slot_of": slot_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
-    return StepRecord(**vars(problem), **placed, iteration=iteration, **times)
+    return StepRecord(**vars(problem), **placed, iteration=iteration, rows=rows, row_tokens=info.row_tokens, **times)
 
 
 def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], topology: Topology) -> None:
@@ -167,7 +180,7 @@ def read_record(path: Path) -> RunRecord:
                     steps[step.iteration] = step
                 elif kind == "seconds":
                     _take_seconds(line, steps=steps)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
                 said = f"line {number} is damaged ({type(error).__name__}: {error})"
                 if info is None:
                     raise BalanceError(f"{none}: {said}.") from error

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.planner import (
     DataSchedule,
+    Images,
     Problem,
     batch_of,
     slowest_over_mean,
@@ -33,6 +34,8 @@ class StepRecord(Problem):
         seconds: `[num_rows, num_microbatches]` measured, forward and backward; NaN where it was not, 0 where a leaf
             has no such slot.
         plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
+        rows: `[num_samples]` the row of the data set that each sample lay in, rising from 0; None: each in its own.
+        row_tokens: tokens that stock fills a row up to; None where it runs rows as they are.
     """
 
     iteration: int
@@ -42,13 +45,24 @@ class StepRecord(Problem):
     plan_seconds: float = 0.0
     exchange_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    rows: NDArray[np.int64] | None = None
+    row_tokens: int | None = None
 
     @classmethod
-    def of_schedule(cls, schedule: DataSchedule, *, iteration: int, **seconds: Any) -> StepRecord:
-        """A step as it was planned, not measured yet. `seconds`: those spent, by attribute."""
-        problem = {field.name: getattr(schedule, field.name) for field in fields(Problem)}
+    def of_schedule(cls, schedule: DataSchedule, *, iteration: int, **given: Any) -> StepRecord:
+        """A step as it was planned, not measured yet. `given`: seconds spent, and rows, by attribute."""
         placed = {"slot_of": schedule.slot_of, "cp_size_grid": schedule.cp_size_grid}
-        return cls(**problem, **placed, iteration=iteration, seconds=unmeasured(schedule.cp_size_grid), **seconds)
+        return cls(
+            **of_problem(schedule), **placed, iteration=iteration, seconds=unmeasured(schedule.cp_size_grid), **given
+        )
+
+    @classmethod
+    def as_loaded(cls, problem: Problem, *, iteration: int, **rows: Any) -> StepRecord:
+        """A step that is not planned: all that a rank loaded is one micro-batch. `rows`: those, by attribute."""
+        sizes = np.full((problem.topology.dp_size, 1), problem.topology.cp_size, dtype=np.int64)
+        slot_of = np.zeros_like(problem.lengths) if problem.home_ranks is None else problem.home_ranks
+        placed = {"slot_of": slot_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
+        return cls(**of_problem(problem), **placed, iteration=iteration, **rows)
 
     @property
     def num_microbatches(self) -> int:
@@ -94,13 +108,16 @@ class StepRecord(Problem):
         return [[held[place] for place in row] for row in self.places().tolist()]
 
     def stock(self) -> StepRecord:
-        """The same samples under Megatron's own sampler: every rank runs those that it loaded, in that order.
+        """The same data under Megatron's own sampler: every rank runs the rows that it loaded, in that order.
 
-        A micro-batch holds `micro_batch_size` samples where that is the limit, else one. All have the context-parallel
+        A micro-batch holds `micro_batch_size` rows where that is the limit, else one. What fills a row up to
+        `row_tokens` is computed as part of its last sequence, and counted as padding. All have the context-parallel
         size of the run: also where the run has dynamic sizes rows are data-parallel ranks, with the costs of `cp_size`
         leaves together.
         """
         topology, dp_size, per_slot = self.topology, self.topology.dp_size, self.limits.micro_batch_size or 1
+        if self.rows is not None or self.row_tokens is not None:
+            return self._in_rows().stock()
         homes = dealt(self.lengths.size, dp_size=dp_size) if self.home_ranks is None else self.home_ranks
         order, counts = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=dp_size)
         position = np.empty_like(homes)
@@ -119,6 +136,38 @@ class StepRecord(Problem):
             exchange_seconds=0.0,
             exposed_seconds=0.0,
         )
+
+    def _in_rows(self) -> StepRecord:
+        """The step whose samples are its rows as stock runs them; not placed."""
+        rows = np.arange(self.lengths.size) if self.rows is None else self.rows
+        num_rows = int(rows.max(initial=-1)) + 1
+        of_rows = np.bincount(rows, self.lengths, num_rows).astype(np.int64)
+        segments = np.ones_like(rows) if self.num_segments is None else self.num_segments
+        counts = np.bincount(rows, segments, num_rows).astype(np.int64)
+        padded, has_any = self.segments.copy(), counts > 0
+        if self.row_tokens is not None:
+            padded[np.cumsum(counts)[has_any] - 1] += np.maximum(self.row_tokens - of_rows, 0)[has_any]
+        first = np.flatnonzero(np.diff(rows, prepend=-1))
+        images = None
+        if self.images is not None:
+            images = Images(np.add.reduceat(self.images.sums, first, axis=0))
+        return replace(
+            self,
+            # Rows are split among sequence-parallel ranks as a whole.
+            topology=self.topology if self.row_tokens is None else replace(self.topology, sequence_parallel=False),
+            lengths=of_rows,
+            num_segments=counts,
+            segment_lengths=padded,
+            images=images,
+            home_ranks=None if self.home_ranks is None else self.home_ranks[first],
+            rows=None,
+            row_tokens=None,
+        )
+
+
+def of_problem(problem: Problem) -> dict[str, Any]:
+    """The fields of a problem, for a step that holds it."""
+    return {field.name: getattr(problem, field.name) for field in fields(Problem)}
 
 
 def dealt(num_samples: int, *, dp_size: int) -> NDArray[np.int64]:

@@ -1,0 +1,95 @@
+"""Megatron's stock rows: what its data sets make of lengths, and how a stock run computes them.
+
+| kind | data set | a row is |
+|---|---|---|
+| documents | GPTDataset | joined documents, cut at `--seq-length`; attention reaches over all of them |
+| masked-documents | GPTDataset with `--dataloader-inter-document-masking` | the same, attention within each document |
+| padded | SFTDataset (`--sft`) | a conversation, filled up to `--seq-length`; what is longer is cut |
+| packed | SFTDataset | several conversations, filled up likewise |
+| samples | a loop of your own | a sample as it is |
+
+The filler of a row counts as part of its last sequence, as in `cu_seqlens` of SFTDataset, and costs attention.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.lengths.read import Rows
+
+STOCKS = {
+    "documents": "rows of joined documents, cut at --seq-length {}, with attention over the whole row",
+    "masked-documents": "rows of joined documents, cut at --seq-length {} (--dataloader-inter-document-masking)",
+    "padded": "rows of one sample each (--sft), filled up to --seq-length {}",
+    "packed": "rows of several samples (--sft), filled up to --seq-length {}",
+    "samples": "one sample a micro-batch, without padding",
+}
+"""What a stock micro-batch is, by kind."""
+
+MEGATRON_SEED = 1234
+"""Megatron's default of `--seed`, by which GPTDataset shuffles documents."""
+
+
+class StockRows(NamedTuple):
+    """Rows of a stock run: the sequences that are samples once balanced, and the tokens that stock fills a row up to.
+
+    `num_cut` rows were longer than `--seq-length`.
+    """
+
+    rows: Rows
+    row_tokens: int | None = None
+    num_cut: int = 0
+
+
+def stock_rows(rows: Rows, *, kind: str, seq_length: int, seed: int = MEGATRON_SEED, most: int) -> StockRows:
+    """The first `most` rows of a stock run, in the order of training. `rows`: a file's, of documents all of them."""
+    if kind in ("documents", "masked-documents"):
+        return StockRows(
+            _joined(rows, seq_length=seq_length, seed=seed, most=most, masked=kind != "documents"), seq_length
+        )
+    return _filled(rows, seq_length=seq_length)
+
+
+def _joined(rows: Rows, *, seq_length: int, seed: int, most: int, masked: bool) -> Rows:
+    """Rows of an epoch of GPTDataset: documents in the order of the seed, then rows in its order.
+
+    A row takes `seq_length` tokens and looks at one more, its last label.
+    """
+    generator = np.random.RandomState(seed)
+    order = np.arange(rows.lengths.size, dtype=np.int32)
+    generator.shuffle(order)
+    ends = np.cumsum(rows.lengths[order])
+    num_rows = max(int(ends[-1]) - 1, 0) // seq_length
+    if not num_rows:
+        raise BalanceError(
+            f"the documents have {ends[-1]} tokens: one row of --seq-length {seq_length} needs one more."
+        )
+    of_rows = np.arange(num_rows, dtype=np.uint32)
+    generator.shuffle(of_rows)
+    starts = of_rows[:most].astype(np.int64) * seq_length
+    if not masked:
+        return Rows(np.full(starts.size, seq_length))
+    first, last = np.searchsorted(ends, starts, "right"), np.searchsorted(ends, starts + seq_length, "left")
+    parts = [
+        np.diff([start, *ends[low:high], start + seq_length])
+        for start, low, high in zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)
+    ]
+    whole = [part[part > 0] for part in parts]
+    return Rows(np.concatenate(whole), np.array([part.size for part in whole]))
+
+
+def _filled(rows: Rows, *, seq_length: int) -> StockRows:
+    """Rows of SFTDataset: what does not fit is cut, and samples behind it are left out."""
+    counts = np.ones(rows.lengths.size, np.int64) if rows.counts is None else rows.counts
+    row_of, ends = np.repeat(np.arange(counts.size), counts), np.cumsum(rows.lengths)
+    before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # tokens in front of each row
+    stops = np.minimum(ends - before[row_of], seq_length)
+    starts = np.minimum(ends - rows.lengths - before[row_of], seq_length)
+    kept = stops - starts
+    is_kept = (kept > 0) | (rows.lengths == 0)
+    num_cut = int((np.bincount(row_of, rows.lengths, counts.size) > seq_length).sum())
+    left = np.bincount(row_of[is_kept], minlength=counts.size)
+    return StockRows(Rows(kept[is_kept], None if rows.counts is None else left), seq_length, num_cut)
