@@ -331,16 +331,15 @@ def _stock_rows(args: argparse.Namespace) -> _Data:
         raise BalanceError(
             f"{in_a_line(args.lengths)} does not say what stock trains on: give --data {choice} (compare --help)."
         )
-    if kind != "samples" and args.seq_length is None:
-        raise BalanceError(f"--data {kind} needs Megatron's --seq-length: stock rows have as many tokens.")
-    if kind == "samples":
-        if args.seq_length is not None:
-            raise BalanceError(f"--seq-length {args.seq_length} has no meaning with --data samples: drop one of them.")
-        stock = StockRows(rows)
-    else:
-        seed = MEGATRON_SEED if args.shuffle is None else args.shuffle
-        stock = stock_rows(rows, kind=kind, seq_length=args.seq_length, seed=seed, most=most + 1)
-    return _Data(kind, stock)
+    if (kind == "samples") != (args.seq_length is None):
+        remedy = "leave out --seq-length" if kind == "samples" else "give Megatron's --seq-length, the tokens of a row"
+        raise BalanceError(f"--data is {kind}: {remedy}.")
+    if args.seq_length is None:
+        return _Data(kind, StockRows(rows))
+    seed = MEGATRON_SEED if args.shuffle is None else args.shuffle
+    multiple = 1 if args.cp_size in (None, 1) else 2 * args.cp_size
+    sizes = {"seq_length": args.seq_length, "most": most + 1, "multiple": multiple}
+    return _Data(kind, stock_rows(rows, kind=kind, seed=seed, **sizes))
 
 
 def _rows(args: argparse.Namespace, *, most: int | None) -> tuple[Rows, bool]:

@@ -194,7 +194,7 @@ def _read_npy(file: Path, stream: BinaryIO, _: str | None, where: str = "index {
     # Read block by block, an array takes no memory for what its header claims; pickled objects, which can run code,
     # are refused.
     header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, _, dtype = header.get(np.lib.format.read_magic(stream), _refuse_header)(stream)
+    shape, _order, dtype = header.get(np.lib.format.read_magic(stream), _refuse_header)(stream)
     if dtype.kind not in "iuf" or len(shape) > 1:
         raise BalanceError(f"{file} holds {dtype} values of shape {list(shape)}; lengths are integers, [num_samples].")
     left, first = math.prod(shape), 0
@@ -258,17 +258,18 @@ def _read_jsonl(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Bloc
         values: list[object] = []
         counts: list[int] = []
         for at, row in zip(numbers, rows, strict=True):
+            of_row: object = row
             if isinstance(row, dict):
                 fields = cast("dict[str, object]", row)
-                name = (
-                    key if key in fields else _choose(list(fields), where=f"{file}, line {at}", key=key, what="field")
-                )
-                row = fields[name]
-                if isinstance(row, list) and name not in DEFAULT_KEYS[:2]:
-                    row = len(row)  # tokens
-            of_row = cast("list[object]", row) if isinstance(row, list) else [row]
-            values += of_row
-            counts.append(len(of_row))
+                name = key or next((name for name in DEFAULT_KEYS if name in fields), "")
+                if name not in fields:
+                    name = _choose(list(fields), where=f"{file}, line {at}", key=key, what="field")
+                of_row = fields[name]
+                if isinstance(of_row, list) and name not in DEFAULT_KEYS[:2]:
+                    of_row = len(cast("list[object]", of_row))  # tokens
+            lengths = cast("list[object]", of_row) if isinstance(of_row, list) else [of_row]
+            values += lengths
+            counts.append(len(lengths))
         yield _Block(values, lambda row, numbers=numbers: f"line {numbers[row]}", counts)
 
 

@@ -44,13 +44,18 @@ class StockRows(NamedTuple):
     num_cut: int = 0
 
 
-def stock_rows(rows: Rows, *, kind: str, seq_length: int, seed: int = MEGATRON_SEED, most: int) -> StockRows:
-    """The first `most` rows of a stock run, in the order of training. `rows`: a file's, of documents all of them."""
+def stock_rows(
+    rows: Rows, *, kind: str, seq_length: int, seed: int = MEGATRON_SEED, most: int, multiple: int = 1
+) -> StockRows:
+    """The first `most` rows of a stock run, in the order of training. `rows`: a file's, of documents all of them.
+
+    Filled rows pad each sample to a `multiple` of tokens, for context parallelism.
+    """
     if kind in ("documents", "masked-documents"):
         return StockRows(
             _joined(rows, seq_length=seq_length, seed=seed, most=most, masked=kind != "documents"), seq_length
         )
-    return _filled(rows, seq_length=seq_length)
+    return _filled(rows, seq_length=seq_length, multiple=multiple)
 
 
 def _joined(rows: Rows, *, seq_length: int, seed: int, most: int, masked: bool) -> Rows:
@@ -81,14 +86,14 @@ def _joined(rows: Rows, *, seq_length: int, seed: int, most: int, masked: bool) 
     return Rows(np.concatenate(whole), np.array([part.size for part in whole]))
 
 
-def _filled(rows: Rows, *, seq_length: int) -> StockRows:
+def _filled(rows: Rows, *, seq_length: int, multiple: int) -> StockRows:
     """Rows of SFTDataset: what does not fit is cut, and samples behind it are left out."""
     counts = np.ones(rows.lengths.size, np.int64) if rows.counts is None else rows.counts
-    row_of, ends = np.repeat(np.arange(counts.size), counts), np.cumsum(rows.lengths)
+    padded = -(-rows.lengths // multiple) * multiple
+    row_of, ends = np.repeat(np.arange(counts.size), counts), np.cumsum(padded)
     before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # tokens in front of each row
-    stops = np.minimum(ends - before[row_of], seq_length)
-    starts = np.minimum(ends - rows.lengths - before[row_of], seq_length)
-    kept = stops - starts
+    starts = np.minimum(ends - padded - before[row_of], seq_length)
+    kept = np.minimum(rows.lengths, seq_length - starts)
     is_kept = (kept > 0) | (rows.lengths == 0)
     num_cut = int((np.bincount(row_of, rows.lengths, counts.size) > seq_length).sum())
     left = np.bincount(row_of[is_kept], minlength=counts.size)

@@ -144,17 +144,20 @@ class StepRecord(Problem):
         of_rows = np.bincount(rows, self.lengths, num_rows).astype(np.int64)
         segments = np.ones_like(rows) if self.num_segments is None else self.num_segments
         counts = np.bincount(rows, segments, num_rows).astype(np.int64)
-        padded, has_any = self.segments.copy(), counts > 0
+        padded, topology = self.segments, self.topology
         if self.row_tokens is not None:
-            padded[np.cumsum(counts)[has_any] - 1] += np.maximum(self.row_tokens - of_rows, 0)[has_any]
+            # Rows are split among sequence-parallel ranks as a whole, and among context-parallel ones by sequence.
+            topology, has_any = replace(topology, sequence_parallel=False), counts > 0
+            padded = topology.at_cp_size(topology.cp_size).padded_seq_len(padded)
+            filled = np.bincount(np.repeat(np.arange(num_rows), counts), padded, num_rows).astype(np.int64)
+            padded[np.cumsum(counts)[has_any] - 1] += np.maximum(self.row_tokens - filled, 0)[has_any]
         first = np.flatnonzero(np.diff(rows, prepend=-1))
         images = None
         if self.images is not None:
             images = Images(np.add.reduceat(self.images.sums, first, axis=0))
         return replace(
             self,
-            # Rows are split among sequence-parallel ranks as a whole.
-            topology=self.topology if self.row_tokens is None else replace(self.topology, sequence_parallel=False),
+            topology=topology,
             lengths=of_rows,
             num_segments=counts,
             segment_lengths=padded,
