@@ -79,7 +79,6 @@ def test_runs_as_a_module_into_a_closed_pipe() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.filterwarnings("ignore:model_type")
 def test_sizes_of_a_model_stand_in_for_its_config(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "hidden_size=4096,num_hidden_layers=36,num_attention_heads=32,num_key_value_heads=8,head_dim=128"
     assert main(["compare", str(lengths_file), *BATCH, "--model", "Qwen3-8B"]) == 0

@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         refuse_overwriting(args)
         with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
             warnings.showwarning = _show_warning
             status = args.run(args)
         sys.stdout.flush()

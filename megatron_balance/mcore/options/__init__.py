@@ -20,12 +20,11 @@ Options are named as argparse stores them; one that a release lacks counts as no
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
-
-from megatron_balance.runtime.process import version_of
 
 Options = Mapping[str, Any]
 """Megatron's options and the balance flags by the names under which argparse stores them, parsed or validated."""
@@ -142,6 +141,10 @@ def _older(package: str, oldest: str) -> Callable[[Options], bool]:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
     def is_older(options: Options) -> bool:
+        if "torch" not in sys.modules:  # no run: `compare` plans for another machine, and loads neither
+            return False
+        from megatron_balance.runtime.process import version_of
+
         version = version_of(_FLAGS[package])
         if package == "engine" and options.get("transformer_impl") != "transformer_engine":
             return False
