@@ -20,7 +20,7 @@ ADAPTERS = Path(__file__).parent / "adapters"
 collect_ignore = [
     str(requirements.parent)
     for requirements in ADAPTERS.glob("*/requirements.txt")
-    if not sys.prefix.endswith(f"venv-{requirements.parent.name}")
+    if not sys.prefix.endswith(f"-{requirements.parent.name}")
 ]
 
 # The same examples in every run; `make test-all` explores others. Machines are shared: no example has a deadline.

@@ -21,16 +21,13 @@ from typing import Any, NamedTuple
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off
+from megatron_balance.hooking import Adapter, Function, Hook
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import supported_version
 from megatron_balance.mcore.loop import run_of_model
 from megatron_balance.mcore.run import CurrentRun, current, run_of
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.samples.packing import with_attention_keys
-
-SUPPORTED_VERSIONS = ("0.6",)
-"""Releases of Megatron-Bridge on which the tests run."""
 
 
 class BridgeSettings(NamedTuple):
@@ -43,7 +40,7 @@ class BridgeSettings(NamedTuple):
 
 def install_bridge(
     *, max_tokens_per_gpu: int, cost: CostModel | ModelShape | None = None, flags: Sequence[str] = ()
-) -> Installation[BridgeSettings]:
+) -> Adapter[BridgeSettings]:
     """Have Megatron-Bridge's `pretrain` and `finetune` balance training and evaluation.
 
     Every rank calls it before them. The configuration needs `model.calculate_per_token_loss`. With the data loader
@@ -61,21 +58,16 @@ def install_bridge(
         BalanceError: Megatron-Bridge is missing, of another version or has changed, or is hooked with other settings;
             nothing is changed then.
     """
-    if is_off("Megatron-Bridge"):
-        return bridge_installation
+    was_installed = bridge_installation.is_installed()
+    bridge_installation.hook(BridgeSettings(max_tokens_per_gpu, cost, tuple(flags)), _checked_hooks)
+    if bridge_installation.is_installed() and not was_installed:
+        bridge_installation.add(CurrentRun())
+    return bridge_installation
+
+
+def _checked_hooks() -> tuple[Hook, ...]:
     supported_version()
-    settings = BridgeSettings(max_tokens_per_gpu, cost, tuple(flags))
-    try:
-        from megatron.bridge.package_info import __version__
-    except ModuleNotFoundError as error:
-        raise BalanceError("megatron-bridge is not installed: pip install megatron-bridge.") from error
-    remedy = f"install megatron-bridge=={SUPPORTED_VERSIONS[-1]}.*"
-    version = check_version(__version__, system="megatron-bridge", supported=SUPPORTED_VERSIONS, remedy=remedy)
-    if bridge_installation.settings is None:
-        patches = install_hooks(BRIDGE_HOOKS, version=f"megatron-bridge {version}")
-        bridge_installation.install(settings, hook=CurrentRun)  # undone last, after the hooks
-        bridge_installation.add(patches)
-    return bridge_installation.install(settings, hook=CurrentRun)
+    return BRIDGE_HOOKS
 
 
 def with_balanced_train_step(train_step: Function) -> Function:
@@ -148,7 +140,9 @@ BRIDGE_HOOKS = (
 )
 """The hooks in Megatron-Bridge, beside those in megatron.core."""
 
-bridge_installation: Installation[BridgeSettings] = Installation("Megatron-Bridge")
+bridge_installation: Adapter[BridgeSettings] = Adapter(
+    "megatron-bridge", versions=("0.6", "0.7"), remedy="pip install megatron-bridge==0.6.2"
+)
 
 
 def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron_balance import BalanceError
+from megatron_balance import BalanceError, hooking
 from megatron_balance.mcore import bridge, install_bridge
 
 
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        pytest.param(None, "megatron-bridge is not installed", id="missing"),
-        pytest.param("0.5.1", r"megatron-bridge is 0\.5\.1; .*install megatron-bridge==0\.6\.\*", id="other-release"),
-        pytest.param("0.6.9", "no longer takes global_state, forward_backward_func", id="changed-train-step"),
+        pytest.param(None, r"pip install megatron-bridge==0\.6\.2\): there is no module", id="missing"),
+        pytest.param("0.5.1", r"megatron-bridge is 0\.5\.1; .*install megatron-bridge==0\.6\.2", id="other-release"),
+        pytest.param("0.7.9", "no longer takes global_state, forward_backward_func", id="changed-train-step"),
     ],
 )
 def test_a_bridge_that_cannot_be_hooked_is_named(
@@ -28,7 +28,6 @@ def test_a_bridge_that_cannot_be_hooked_is_named(
         if version is None
         else {
             "": {},
-            ".package_info": {"__version__": version},
             ".training": {},
             ".training.train": {"train_step": lambda data_iterator, model, schedule: None},
         }
@@ -37,6 +36,8 @@ def test_a_bridge_that_cannot_be_hooked_is_named(
         module = None if held is None else types.ModuleType(f"megatron.bridge{name}")
         vars(module or types.SimpleNamespace()).update(held or {})
         monkeypatch.setitem(sys.modules, f"megatron.bridge{name}", module)
+    if version is not None:
+        monkeypatch.setattr(hooking.metadata, "version", lambda system: version)
     with pytest.raises(BalanceError, match=says):
         install_bridge(max_tokens_per_gpu=8192)
     assert bridge.bridge_installation.settings is None

@@ -160,7 +160,8 @@ def _redistribute(trajectories: Sequence[Batch], *, group: dist.ProcessGroup, co
     for rank, part in enumerate(parts):
         ranks[part] = rank
     arrived = move_rows(samples, ranks=ranks, gathered=gathered, group=group, schema=_MOVING, device=device)
-    data, all_data = [_unpack(sample) for sample in arrived], [None] * len(of_all)
+    data = [_unpack(sample) for sample in arrived]
+    all_data: list[Batch | None] = [None] * len(of_all)
     for index, trajectory in zip(parts[group.rank()], data, strict=True):
         all_data[index] = trajectory
     return {"all_data": all_data, "data": data, "rank": group.rank(), "group_indices": parts}
@@ -226,7 +227,8 @@ def _rolled_out_by_one(method: Function, *, max_wait_hours: float) -> Function:
         if not hasattr(self, "_balance_waiting_group"):
             timeout = timedelta(hours=max_wait_hours)
             self._balance_waiting_group = dist.new_group(backend="gloo", timeout=timeout)
-        wait = functools.partial(_agreed, group=self._balance_waiting_group)
+        waiting_group: Any = self._balance_waiting_group
+        wait = functools.partial(_agreed, group=waiting_group)
         if not engine.is_data_parallel_head():
             # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
             wait(None)

@@ -5,9 +5,9 @@ it in place. `split_rollout` and `even_parts` plan the steps of a rollout batch 
 needs torch, packs rows alike on all ranks and moves them. `tests/adapters/template` has an adapter to copy.
 """
 
-from megatron_balance.adapters.kit.installing import Adapter, check_not_started, launch
+from megatron_balance.adapters.kit.installing import check_not_started, launch
 from megatron_balance.adapters.kit.plans import even_parts, row_costs, split_rollout
-from megatron_balance.hooking import Function, Hook
+from megatron_balance.hooking import Adapter, Function, Hook
 
 __all__ = [
     "Adapter",

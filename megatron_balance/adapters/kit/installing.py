@@ -1,76 +1,16 @@
-"""Installs the hooks of one adapter in this process, and runs a script with them in place.
-
-Invariants: importing an adapter patches nothing; either all hooks are in place or none; an untested version, a target
-that moved or hooks for other settings are refused by name; `undo()` restores the very objects.
-"""
+"""Runs a script with the hooks of an adapter in place, and refuses to hook what Ray has pickled already."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import inspect
-import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Hook, Installation, Patches, check_version, install_hooks
-
-Settings = TypeVar("Settings")
-
-
-class Adapter(Installation[Settings]):
-    """The hooks of this process in one host.
-
-    Args:
-        system: the host's name, and its distribution's where pip knows it.
-        versions: releases on which the tests run; `0.9` stands for all of 0.9.*.
-        remedy: what to do about another release, or about a source folder that is not as expected.
-
-    Attributes:
-        settings: what the hooks serve, or None where nothing is installed.
-    """
-
-    def __init__(self, system: str, *, versions: Sequence[str] = (), remedy: str) -> None:
-        super().__init__(system)
-        self._versions = tuple(versions)
-        self._remedy = remedy
-
-    def is_installed(self) -> bool:
-        """True while the hooks are in place."""
-        return self.settings is not None
-
-    def hook(self, settings: Settings, rows: Callable[[], Sequence[Hook]]) -> Adapter[Settings]:
-        """Install the table of hooks; with the same settings once.
-
-        Args:
-            settings: what the hooks serve, comparable.
-            rows: makes the table, of which the rows of the host's release are installed; called where that is a tested
-                one. It may refuse first, by a BalanceError.
-
-        Raises:
-            BalanceError: see the invariants above; nothing is changed then.
-        """
-        self.install(settings, hook=lambda: self._install(rows))
-        return self
-
-    def hook_late(self, rows: Callable[[], Sequence[Hook]]) -> None:
-        """Install the rows of a table, all `late`, whose modules were loaded since; errors as of `hook`."""
-        self.add(self._install(rows))
-
-    def _install(self, rows: Callable[[], Sequence[Hook]]) -> Patches:
-        try:
-            version = metadata.version(self._system)
-        except metadata.PackageNotFoundError:
-            return install_hooks(rows(), version=f"{self._system} (of a source folder; {self._remedy})")
-        if self._versions:
-            check_version(version, system=self._system, supported=self._versions, remedy=self._remedy)
-        release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-        return install_hooks([row for row in rows() if row.is_in(release)], version=f"{self._system} {version}")
 
 
 def check_not_started(actor_class: Any) -> None:
