@@ -16,10 +16,10 @@ the thread's own CPU time, and include no waiting.
 
 Under `--balance-record` the first rank of the world writes the plan of every step, and the first rank of every model
 replica its seconds; with `--balance-context-parallel` that of every context-parallel rank, as these run different
-micro-batches. A line is written with every step, so a killed run loses at most its last one.
+micro-batches. A thread writes a line with every step (`record/writing.py`).
 
-Invariants: watching does not change training; a writer that fails warns once and is not called again; a step that
-Megatron runs again counts once; a new run replaces the record in the folder, a resumed one continues it.
+Invariants: watching does not change training; a step that Megatron runs again counts once; a new run replaces the
+record in the folder, a resumed one continues it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from megatron_balance.mcore.step.figures import Figures, RunLog, log_line, mean_
 from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.planner import resolve_objective
-from megatron_balance.record import RecordWriter, RunInfo, StepRecord
+from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 MAX_UNREAD_STEPS = 8
@@ -126,9 +126,12 @@ class Watch:
         self._shapes: set[int] = set()  # at most one for each token of the cap
         self._memory = (0, 0, 0)
         self._newest_iteration = self._most_tokens = 0
-        self._record: RecordWriter | None = None
+        self._record: RecordThread | None = None
         if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
-            self._write(self._open, remedy="; name a folder that every node can write to")
+            folder = f"--balance-record {settings.record}"  # every rank that writes has a disk of its own to fill
+            self._record = RecordThread(
+                self._open, warn=lambda text: RunLog(enabled=True).warn_once(f"{folder}: {text}")
+            )
         planner.report = self._report
         finish = self._finish  # one object, by which atexit knows it
         atexit.register(finish)
@@ -149,14 +152,10 @@ class Watch:
         if not self._prints or step.schedule is None:
             return
         if self._record is not None:
-            record = StepRecord.of_schedule(
-                step.schedule,
-                iteration=iteration,
-                plan_seconds=step.figures["plan_seconds"],
-                exchange_seconds=step.figures["exchange_seconds"],
-                exposed_seconds=step.exposed_seconds,
-            )
-            self._write(functools.partial(self._record.add_step, record))
+            schedule, figures = step.schedule, step.figures
+            times = {name: figures[name] for name in ("plan_seconds", "exchange_seconds")}
+            times["exposed_seconds"] = step.exposed_seconds
+            self._record.add(lambda to: to.add_step(StepRecord.of_schedule(schedule, iteration=iteration, **times)))
         if self._settings.log_interval:
             self._objective = step.schedule.objective
             self._shapes.update(step.slots.num_tokens)
@@ -175,6 +174,8 @@ class Watch:
         """Training is over."""
         self._read_finished()
         self._say_figures()
+        if self._record is not None:
+            self._record.close()
 
     def _say_figures(self) -> None:
         """Say the figures of an interval, if the newest step was its last."""
@@ -197,9 +198,9 @@ class Watch:
             if self._record is not None:
                 known = len(seconds) == step.num_microbatches  # not under a virtual pipeline
                 of_each = seconds if known else np.full(step.num_microbatches, np.nan)
-                self._write(functools.partial(self._record.add_seconds, iteration, seconds=of_each))
+                self._record.add(functools.partial(RecordWriter.add_seconds, iteration=iteration, seconds=of_each))
 
-    def _open(self) -> None:
+    def _open(self) -> RecordWriter:
         """Open this rank's part of the record."""
         settings, planner, costs, info = self._settings, self._planner, self._settings.costs, None
         if self._prints:
@@ -214,18 +215,7 @@ class Watch:
                 origin=environment(device_kind()) | rate,
             )
         part = planner.leaf if settings.topology.dynamic_cp else planner.dp_rank
-        self._record = RecordWriter(Path(settings.record or ""), rank=part, info=info, resume=settings.resumes)
-
-    def _write(self, write: Callable[[], None], *, remedy: str = "") -> None:
-        """Write to the record; a disk that fails ends the record, not training."""
-        try:
-            write()
-        except OSError as error:
-            self._record = None
-            folder = self._settings.record  # every rank that writes has a disk of its own to fill
-            RunLog(enabled=True).warn_once(
-                f"--balance-record {folder}: {error}. Training continues without the record{remedy}."
-            )
+        return RecordWriter(Path(settings.record or ""), rank=part, info=info, resume=settings.resumes)
 
     def _report(self, number: int) -> tuple[int, ...]:
         """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""

@@ -12,10 +12,12 @@ from megatron_balance.record.run_record import (
     text_of,
 )
 from megatron_balance.record.step import StepRecord
+from megatron_balance.record.writing import RecordThread
 
 __all__ = [
     "MAX_GPUS",
     "MAX_STAGES",
+    "RecordThread",
     "RecordWriter",
     "RunInfo",
     "RunRecord",

@@ -71,7 +71,14 @@ def whole_counts(watch: Watch) -> None:
 
 
 def helpers_fail(watch: Watch, *, step: int) -> None:
-    """As a step begins, the planning process of each rank is killed, and the disk of the record is full."""
+    """As a step begins, the planning process of each rank is killed, and the disk of the first one's record is full.
+
+    That of the second one hangs from the start: a pipe that nobody reads.
+    """
+    record = Path(sys.argv[sys.argv.index("--balance-record") + 1])
+    if os.environ["RANK"] == "1":
+        record.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(record / "seconds_rank00001.jsonl")
 
     def strike(now: int) -> None:
         if now != step:
@@ -79,10 +86,9 @@ def helpers_fail(watch: Watch, *, step: int) -> None:
         workers = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_worker(pid)]
         assert len(workers) == 1, "it plans in a process of its own"
         os.kill(workers[0], signal.SIGKILL)
-        record = sys.argv[sys.argv.index("--balance-record") + 1]
         for number in os.listdir("/proc/self/fd"):
             path = Path(f"/proc/self/fd/{number}")
-            if path.exists() and os.readlink(path).startswith(record):
+            if path.exists() and os.readlink(path).startswith(str(record)):
                 os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
 
     watch.before_step.append(strike)

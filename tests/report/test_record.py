@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from recorded_runs import planned_step, run_info, write_record
 
 from megatron_balance import CostModel, Topology, build_data_schedule
-from megatron_balance.record import RecordWriter, RunInfo, StepRecord, read_record
+from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord, read_record
+from megatron_balance.record.writing import MAX_WAITING
 
 INFO = run_info(
     Topology(4, cp_size=2, pp_size=2),
@@ -89,6 +91,23 @@ def test_a_killed_run_loses_at_most_its_last_line(tmp_path: Path) -> None:
         iterations = [step.iteration for step in read_record(folder).steps]
         assert iterations[:confirmed] == list(range(1, confirmed + 1))
         assert len(iterations) <= confirmed + 1
+
+
+def test_lines_that_a_disk_does_not_take_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "seconds_rank00001.jsonl")  # nobody reads it: who opens it hangs
+    warnings: list[str] = []
+    thread = RecordThread(lambda: RecordWriter(tmp_path, rank=1), warn=warnings.append)
+    for iteration in range(MAX_WAITING + 4):
+        thread.add(partial(RecordWriter.add_seconds, iteration=iteration, seconds=np.zeros(2)))
+    assert thread.num_dropped == 4
+    monkeypatch.setattr("megatron_balance.record.writing.CLOSE_SECONDS", 0.01)
+    thread.close()
+    assert [warning.split(":")[0] for warning in warnings] == [
+        f"{MAX_WAITING} lines of the record wait for its disk",
+        f"{MAX_WAITING + 4} of {MAX_WAITING + 4} lines of the record were not written",
+    ]
 
 
 def test_the_beginning_of_a_line_is_left_out_and_written_over(tmp_path: Path) -> None:
