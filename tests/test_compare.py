@@ -128,6 +128,122 @@ def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixtur
     assert "For seconds add --device" in printed
 
 
+def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file: Path, tmp_path: Path) -> None:
+    """Fault: `--device 400`, the docs' example, set r = 1, and the flags advised were 9 % slower."""
+    one, two = (
+        figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", rates)["policies"]
+        for rates in ("400", "400,240")
+    )
+    for name, figures in one.items():
+        assert figures["seconds_per_step"] == pytest.approx(two[name]["seconds_per_step"])
+        assert "--balance-attention-rate" not in figures["flags"]
+
+
+def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_path: Path) -> None:
+    """Fault: FLOPs under the name of seconds; and costs of two plans differed by the GPUs of a replica."""
+    file = write_lengths(tmp_path, *[32768] * 512)
+    ranks = ["--data", "samples", "--global-batch-size", 512, "--dp-size", 2, "--cp-size", 4, "--model", "Qwen3-8B"]
+    for name in ("balance-data", "dynamic-cp"):
+        arguments = [*ranks, "--max-tokens-per-gpu", 32768, "--steps", 1, "--policy", name]
+        content = figures_of(tmp_path, file, *arguments)
+        for figures in content["policies"].values():
+            assert figures["seconds_per_step"] is None is figures["tokens_per_second_per_gpu"]
+    costs = {name: figures["cost_per_gpu"] for name, figures in content["policies"].items()}
+    assert costs["dynamic-cp"] / costs["by-flops"] == pytest.approx(1.0, abs=0.02)
+    assert costs["by-flops"] == pytest.approx(512 * (FLOPS(32768) / 0.6) / 8, rel=0.3)
+
+
+def test_the_printed_command_passes_doctor(lengths_file: Path, tmp_path: Path) -> None:
+    """Fault: what was advised lacked --calculate-per-token-loss, and doctor refused it."""
+    pytest.importorskip("megatron.training")
+    from megatron_balance.mcore.options import problems
+    from megatron_balance.mcore.setup.flags import parse_flags
+
+    model = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 8192 --micro-batch-size 1"
+    )
+    for ranks, name in (([], "Qwen3-8B"), (["--ep-size", 4], "Qwen3-30B-A3B")):
+        data = ["--seq-length", 8192, "--global-batch-size", 64, "--dp-size", 4, *ranks]
+        advice = figures_of(tmp_path, lengths_file, *data, "--model", name)["advice"]
+        launch, flags = advice["command"].split("YOUR_SCRIPT … ")
+        assert launch == "torchrun --nproc-per-node 4 -m megatron_balance.launch "
+        assert any(advice["command"] in sentence for sentence in advice["sentences"])
+        own = f"--sft {model} --seq-length 8192 --global-batch-size 64 {flags}"
+        own += " --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4" if ranks else ""
+        parsed, unknown = parse_flags(own.split(), of_megatron=True)
+        assert (unknown, problems(vars(parsed))) == ([], [])
+
+
+def test_what_the_script_refuses_is_not_compared(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    giants = [lengths_file, *BATCH, "--model", "Qwen3-8B"]
+    assert compare(*giants) == 0
+    assert "\ndynamic-cp " in capsys.readouterr().out
+    for flags in (["--multi-latent-attention"], ["--cp-comm-type", "a2a"], ["--mtp-num-layers=1"]):
+        assert compare(*giants, "--", *flags) == 0
+        printed = capsys.readouterr().out
+        assert "Note: dynamic-cp is not compared: " in printed
+        assert "\ndynamic-cp " not in printed
+    assert compare(*giants, "--", "--hybrid-context-parallel") == 0
+    printed = capsys.readouterr().out
+    assert "Leave balancing off" in printed
+    assert "balance-data is not compared: --hybrid-context-parallel is set" in printed
+
+
+def test_stock_is_what_megatron_runs_or_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault: for --sft data that removing padding speeds up tenfold 1.43x was promised, for an .idx 1.86x for 1.03x."""
+    file = write_lengths(tmp_path, *[100, 50, 300, 50] * 4)
+    batch = ["--global-batch-size", 8, "--dp-size", 2]
+    assert compare(file, *batch, "--max-tokens-per-gpu", 1000) == 2
+    assert "give --data samples, or --seq-length N for the rows of --sft" in capsys.readouterr().err
+    policies = figures_of(tmp_path, file, *batch, "--seq-length", 1000)["policies"]
+    assert capsys.readouterr().out.startswith("Stock: rows of one sample each (--sft), filled up to --seq-length 1000.")
+    assert policies["stock"]["padding"] == pytest.approx(1 - 1000 / 8000)
+    assert policies["packed"]["speedup"] == pytest.approx(4 * 1000 / 800)  # ranks have 200 and 800 tokens to run
+    assert policies["balance-data"]["speedup"] == pytest.approx(8)
+    assert policies["stock"]["over_bound"] == pytest.approx(8 - 1)
+    # A plan's record keeps its rows: planned again, stock is the same.
+    again = figures_of(tmp_path, (tmp_path / "compare.jsonl").rename(tmp_path / "plan.jsonl"))["policies"]
+    assert again["balance-data"]["speedup"] == pytest.approx(8)
+    packed = tmp_path / "rows.jsonl"
+    packed.write_text("[100, 50, 300]\n[50]\n" * 8)
+    policies = figures_of(tmp_path, packed, *batch, "--seq-length", 400, "--max-tokens-per-gpu", 900)["policies"]
+    assert policies["stock"]["padding"] == pytest.approx(1 - 450 / 800)  # 50 of a row are cut
+    assert "8 rows are longer than --seq-length 400 and cut" in capsys.readouterr().out
+    documents = ["--data", "documents", "--seq-length", 100]
+    assert figures_of(tmp_path, file, *batch, *documents)["advice"]["policy"] == "stock"
+    assert "balancing needs --data masked-documents" in capsys.readouterr().out
+    masked = figures_of(tmp_path, file, *batch, "--data", "masked-documents", *documents[2:], "--model", "Qwen3-8B")
+    assert 1 <= masked["policies"]["by-flops"]["speedup"] < 1.2
+
+
+def test_lengths_that_surprise_are_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
+    for lengths, is_doubted in (([2, 2, 2, 2], True), ([0, 3, 1, 2], True), ([100, 20, 30, 7], False)):
+        assert compare(write_lengths(tmp_path, *lengths), *batch) == 0
+        assert ("if that surprises you" in capsys.readouterr().out) == is_doubted
+
+
+def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault: plan over bound 1.000, while most GPUs waited."""
+    file = write_lengths(tmp_path, 60_000, *[500] * 31)
+    batch = ["--data", "samples", "--global-batch-size", 32, "--dp-size", 8, "--max-tokens-per-gpu", 65_536]
+    content = figures_of(tmp_path, file, *batch, "--model", "Qwen3-8B")
+    by_flops = content["policies"]["by-flops"]
+    assert by_flops["over_bound"] == pytest.approx(0, abs=1e-3)
+    assert by_flops["unavoidable_waiting"] > 0.5
+    assert content["advice"]["policy"] == "dynamic-cp"
+    said = rf"GPUs wait {by_flops['unavoidable_waiting']:.0%} of the time or more, whatever the plan"
+    assert said in capsys.readouterr().out
+    # By 3 % only: the bandwidth is assumed, so it is not advised.
+    batch[3], batch[-1] = 256, 16_384
+    content = figures_of(tmp_path, write_lengths(tmp_path, 8_700, *[300] * 255), *batch, "--model", "Qwen3-8B")
+    gain = content["policies"]["dynamic-cp"]["speedup"] / content["policies"]["by-flops"]["speedup"]
+    assert 1.01 < gain < 1.05
+    assert content["advice"]["policy"] == "by-flops"
+
+
 def test_training_understands_every_policys_flags(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
     assert list(figures_of(tmp_path, lengths_file, *BATCH)["policies"]) == ["stock", "packed", "balance-data"]
     # Sliding windows: training refuses dynamic sizes.

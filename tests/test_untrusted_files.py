@@ -116,6 +116,13 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
         ("names.jsonl", json.dumps({f"{at}" * 99: 1 for at in range(999)}).encode()),
         ("quote.csv", b'length\n"' + b"1\n" * 200_000),
         ("nul.csv", b"length\n1\0\n"),
+        ("deep.jsonl", b"[" * 100_000),
+        ("--cost", b"[" * 100_000),
+        ("--model", b"[" * 100_000),
+        ("--model", hf_config(full_attention_interval=10**10)),
+        ("--model", hf_config(sliding_window=9, use_sliding_window=True, max_window_layers=10**10)),
+        ("--model", hf_config(hybrid_override_pattern="M" * 10**6)),
+        ("--model", hf_config(layer_types=["sliding_attention"] * 2, sliding_window=10**30)),
         ("--cost", b"\xed\xa0\x80"),
         ("--cost", calibration(quadratic=1.5)),
         ("--cost", calibration(windows=[[float("inf"), 1]])),
@@ -149,6 +156,12 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
     ("file", "number", "where", "value", "said"),
     [
         ("plan", 0, (), [], "line 1 is damaged"),
+        ("plan", 1, (), "DEEP", "line 2 is damaged (RecursionError"),
+        ("plan", 0, ("topology", "pp_size"), 10**8, "100000000 pipeline stages"),
+        ("plan", 0, ("limits", "max_tokens_per_gpu"), 10**30, ""),
+        ("plan", 0, ("cost_model", "linear"), 10**400, ""),
+        ("plan", 1, ("iteration",), 10**400, ""),
+        ("plan", 1, ("plan_seconds",), 1e308, "times"),
         ("plan", 0, ("format",), "another", "not 'megatron_balance record 3': another version wrote it"),
         ("plan", 0, ("topology", "dp_size"), 10**12, "damaged"),
         ("plan", 0, ("limits", "max_tokens_per_gpu"), "many", "max_tokens_per_gpu"),
@@ -179,11 +192,60 @@ def test_lines_of_a_record(
     write_record(tmp_path, info, num_steps=2, num_samples=6)
     path = tmp_path / f"{file}.jsonl"
     lines = path.read_text().splitlines()
-    lines[number] = json.dumps(spoil(json.loads(lines[number]), where, value))
+    lines[number] = "[" * 100_000 if value == "DEEP" else json.dumps(spoil(json.loads(lines[number]), where, value))
     path.write_text("\n".join(lines) + "\n")
     line = refused("report", tmp_path, "--out", tmp_path / "page.html")
-    assert str(tmp_path) in line
+    assert str(tmp_path) in line or not said
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-tokens-per-gpu", "9" * 23], "--max-tokens-per-gpu is 99999999999999999999999: it must be an integer"),
+        (["--pp-size", "100000000"], "make 200000000 GPUs"),
+        (["--dp-size", "100000000", "--global-batch-size", "100000000"], "make 100000000 GPUs"),
+        (["--seq-length", "99999999999"], "at most 2147483647"),
+    ],
+)
+def test_absurd_numbers(flags: list[str], said: str, refused: Callable[..., str]) -> None:
+    assert said in refused("compare", "synthetic:gsm8k_sft:8", *FLAGS, *flags)
+    assert "at most 33554432 samples" in refused("compare", "synthetic:gsm8k_sft:99999999999", *FLAGS)
+
+
+def test_nothing_of_a_record_reaches_the_terminal_unescaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault: titles, screens and the flags that users copy could be forged."""
+    write_record(tmp_path, run_info(policy="\x1b[2J\x1b[31mHACK\x07\n  by-flops  --rm" + "x" * 10**6), num_steps=1)
+    assert main(["compare", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert r"\x1b[2J\x1b[31mHACK\x07 by-flops --rm" in printed
+    assert "\x1b" not in printed
+    assert len(printed) < 10_000
+
+
+def test_outputs_replace_no_input(tmp_path: Path, refused: Callable[..., str]) -> None:
+    lengths, record, page = tmp_path / "clob.npy", tmp_path / "record", tmp_path / "notes.html"
+    np.save(lengths, np.full(8, 100))
+    write_record(record, num_steps=3)
+    page.write_text("mine")
+    link, target = tmp_path / "out.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    before = lengths.read_bytes(), (record / "plan.jsonl").read_bytes()
+    assert "no earlier output" in refused("compare", lengths, *FLAGS, "--json", lengths)
+    assert "is read: name another file" in refused("report", record, "--out", record / "plan.jsonl")
+    assert "no earlier output" in refused("fit", record, "--out", record / "seconds_rank00000.jsonl")
+    assert "no earlier output" in refused("report", record, "--out", page)
+    refused("compare", tmp_path / "missing.npz", *FLAGS, "--json", link)
+    assert (lengths.read_bytes(), (record / "plan.jsonl").read_bytes()) == before
+    assert link.is_symlink()
+    assert not target.exists()
+    for _ in range(2):  # an earlier output is replaced
+        assert main(["compare", str(lengths), *FLAGS, "--json", str(link)]) == 0
+        assert (
+            main(["report", str(record), "--out", str(tmp_path / "a.html"), "--trace", str(tmp_path / "a.json")]) == 0
+        )
+        assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
+    assert target.stat().st_size
 
 
 BYTES = st.binary(max_size=200) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "surrogatepass"))

@@ -90,7 +90,7 @@ class Calibration:
             if content["format"] != FORMAT:
                 raise ValueError(f"it is of the format {content['format']!r}")
             return cls(CostModel(**content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
-        except (ArithmeticError, KeyError, OSError, TypeError, ValueError) as error:
+        except (ArithmeticError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read as {FORMAT!r}: {error}. Make it with this version's "
                 "megatron-balance fit."

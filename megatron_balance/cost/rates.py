@@ -17,7 +17,6 @@ from typing import Any
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.model.shape import ModelShape
 
 ATTENTION_RATES = {("dense", "bf16"): 0.6, ("dense", "fp8"): 0.4, ("moe", "bf16"): 2.0, ("moe", "fp8"): 2.0}
@@ -119,7 +118,7 @@ def resolve_cost(
         if model is None:
             raise BalanceError(
                 "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
-                f"or one of {', '.join(PRESETS)}."
+                "or a preset (compare --help)."
             )
         shape = find_shape(model)
         return CostModel.from_shape(shape, ep_size=ep_size, attention_tflops=attention_rate, pack_tokens=pack_tokens)

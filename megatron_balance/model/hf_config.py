@@ -89,6 +89,9 @@ class _Keys:
         given = {key: value for key, value in config.items() if value is not None}
         self._values: Config = {**FAMILIES.get(model_type, {}), **given}
         self.model_type = model_type
+        self.where = f"the Hugging Face config of model_type {model_type!r}"
+        if model_type == "--model":
+            self.where = "the sizes of --model"
         self.used: set[str] = set()
 
     def get(self, name: str, *, default: Any = None) -> Any:
@@ -105,8 +108,8 @@ class _Keys:
         value = self.get(name)
         if value is None:
             raise BalanceError(
-                f"{' or '.join(_NAMES.get(name, [name]))} is missing in the Hugging Face config of model_type "
-                f"{self.model_type!r}: add it, give ModelShape its fields by hand, or balance by tokens."
+                f"{' or '.join(_NAMES.get(name, [name]))} is missing in {self.where}: add it, give ModelShape its "
+                "fields by hand, or balance by tokens."
             )
         return value
 
@@ -135,7 +138,7 @@ def _load(path: Path) -> Config:
     file = path / "config.json" if path.is_dir() else path
     try:
         content: object = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise BalanceError(f"{file} cannot be read as a Hugging Face config.json: {error}") from error
     if not isinstance(content, dict):
         raise BalanceError(f"{file} holds a JSON {type(content).__name__}: a config.json holds an object.")
@@ -147,6 +150,7 @@ def _fields(keys: _Keys) -> Fields:
     pattern = keys.get("hybrid_override_pattern") or "".join(
         _SYMBOLS.get(kind, "?") for kind in keys.get("layers_block_type", default=())
     )
+    _check_layers(keys, "hybrid_override_pattern or layers_block_type", len(pattern))
     kinds = [] if pattern else _layer_kinds(keys)
     hidden_size, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     # Newer models leave the gate out with these activations; GELU by tanh has one in Gemma.
@@ -189,13 +193,17 @@ def _fields(keys: _Keys) -> Fields:
     return result
 
 
+def _check_layers(keys: _Keys, name: str, number: Any) -> None:
+    """Refuse more layers, or a longer period of them, than any model has."""
+    if isinstance(number, int | float) and number > MAX_LAYERS:
+        raise BalanceError(f"{name} is {number} in {keys.where}: at most {MAX_LAYERS} are read.")
+
+
 def _layer_kinds(keys: _Keys) -> list[str]:
     """The token mixer of each layer, from a list or from the family's rule."""
     num_layers = keys.need("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise BalanceError(
-            f"num_hidden_layers is {num_layers} in the Hugging Face config: at most {MAX_LAYERS} are read."
-        )
+    for name in ("num_hidden_layers", "full_attention_interval", "max_window_layers"):
+        _check_layers(keys, name, keys.get(name))
     granite = {"mamba": "linear_attention", "attention": "full_attention"}
     known = {"full_attention", "sliding_attention", "linear_attention", "indexed_attention"}
     listed = [granite.get(kind, kind) for kind in keys.listed("layer_types", {*known, *granite})]

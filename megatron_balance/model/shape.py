@@ -5,6 +5,7 @@ Fields carry Megatron's argument names; where Megatron says None for "the model 
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.flops import NEEDED, Layer, hybrid_parts, num_parameters
-from megatron_balance.model.hf_config import PRESETS, fields_from_hf_config
+from megatron_balance.model.hf_config import PRESETS, ROWS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
 from megatron_balance.model.vision import VisionEncoder, check_sizes
 
@@ -208,18 +209,20 @@ class ModelShape:
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
-        """Shape of a well-known model, by its name on Hugging Face without the owner, in any case.
+        """Shape of a well-known model, by its name on Hugging Face with or without the owner, in any case.
 
         Raises:
             BalanceError: there is no such preset.
         """
-        configs = {preset.lower(): config for preset, config in PRESETS.items()}
-        if name.lower() not in configs:
+        names = {name.lower(): preset for preset, row in ROWS.items() for name in (preset, row["source"])}
+        if name.lower() not in names:
+            near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=3)
+            meant = ", ".join(dict.fromkeys(names[match] for match in near)) or "Qwen3-8B, say"
             raise BalanceError(
-                f"the model (--model) is {name!r}: it must be one of {', '.join(PRESETS)}, or the path of another "
-                "model's Hugging Face config.json (ModelShape.from_hf_config)."
+                f"the model (--model) is {name!r}, which is no preset ({meant}; compare --help has all): give the path "
+                "of its config.json, from its page on Hugging Face (ModelShape.from_hf_config)."
             )
-        return cls.from_hf_config(configs[name.lower()])
+        return cls.from_hf_config(PRESETS[names[name.lower()]])
 
     def layers(self) -> tuple[Layer, ...]:
         """The decoder's layers, first to last, then those of all multi-token-prediction depths.
