@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -77,6 +79,37 @@ def test_runs_as_a_module_into_a_closed_pipe() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
+
+
+COMPARE = ["compare", "synthetic:gsm8k_sft", *BATCH, "--model", "Qwen/Qwen3-8B"]
+"""Its id on Hugging Face."""
+
+
+def printed_by(code: str, *arguments: str, stdin: str = "", **environment: str) -> tuple[str, str]:
+    code = f"import sys; {code}; from megatron_balance.cli import main; sys.exit(main({[*arguments]}))"
+    command, variables = [sys.executable, "-c", code], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, input=stdin, env=variables)
+    return re.sub(r" *[\d.]+$", "", done.stdout, flags=re.MULTILINE), done.stderr
+
+
+def test_colour_is_the_same_text_and_rich_is_not_needed() -> None:
+    plain, said = printed_by("0", *COMPARE)
+    assert "rich" not in said
+    coloured, _ = printed_by("0", *COMPARE, FORCE_COLOR="1", TERM="xterm-256color")
+    assert "\x1b[1;32mbalance-data" in coloured
+    without = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert re.sub(r" *[\d.]+$", "", without, flags=re.MULTILINE) == plain
+    blocked = "sys.modules.update(dict.fromkeys(['rich', 'rich.console', 'torch', 'jinja2', 'pyarrow']))"
+    assert printed_by(blocked, *COMPARE, FORCE_COLOR="1")[0] == plain
+
+
+def test_lengths_from_standard_input_and_json_to_standard_output() -> None:
+    batch = ["--data", "samples", "--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "8"]
+    out, text = printed_by("0", "compare", "-", *batch, "--json", "-", stdin="6\n1\n4\n1\n")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "step", "policy", "policy", "policy", "advice"]
+    assert "At most 1.67x the speed of stock" in text
+    assert not Path("-").exists()
 
 
 def test_sizes_of_a_model_stand_in_for_its_config(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,8 @@ from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
 from megatron_balance.mcore import add_balance_args
+from megatron_balance.record import read_record
+from megatron_balance.report import run_figures
 
 BATCH = ["--data", "samples", "--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
 SHAPE = ModelShape.preset("Qwen3-8B")
@@ -112,6 +114,28 @@ def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file
     Calibration(costs=CostModel(linear=10**12, cp_exchange=4 * 10**12)).write(calibration_file)
     policies = figures_of(tmp_path, *arguments, "--cp-size", 2, "--cost", calibration_file)["policies"]
     assert policies["stock"]["seconds_per_step"] == pytest.approx(2 * (0.5e-3 + 2e-3))
+
+
+def test_seconds_of_a_calibration_on_stages_and_padding_of_tensor_parallelism(tmp_path: Path) -> None:
+    calibration = tmp_path / "calibration.json"
+    Calibration(costs=CostModel(per_microbatch=2 * 10**15, linear=10**12)).write(calibration)
+    file = write_lengths(tmp_path, *[1000] * 4)
+    arguments = [file, "--data", "samples", "--global-batch-size", 4, "--dp-size", 1, "--max-tokens-per-gpu", 1000]
+    policies = figures_of(tmp_path, *arguments, "--pp-size", 4, "--cost", calibration)["policies"]
+    # Four micro-batches of 3 ms, and a bubble of three, pass a fourth of the model.
+    assert policies["stock"]["seconds_per_step"] == pytest.approx(7 * 3e-3 / 4)
+    odd = write_lengths(tmp_path, *[1001] * 4)
+    policies = figures_of(tmp_path, odd, *arguments[1:-1], 1004, "--tp-size", 4)["policies"]
+    assert policies["balance-data"]["padding"] == pytest.approx(3 / 1004)  # of sequence parallelism
+
+
+def test_sparse_attention_of_stock_is_counted_by_its_own_packs(tmp_path: Path) -> None:
+    """Without fused kernels every pack costs the square of its tokens: one sample for stock, a full pack else."""
+    file = write_lengths(tmp_path, *[1000] * 8)
+    arguments = [file, "--data", "samples", "--global-batch-size", 8, "--dp-size", 1, "--max-tokens-per-gpu", 8000]
+    policies = figures_of(tmp_path, *arguments, "--model", "DeepSeek-V3.2")["policies"]
+    assert policies["packed"]["num_microbatches"] == 1
+    assert policies["packed"]["speedup"] < 1  # eight times the attention of stock
 
 
 def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,6 +423,10 @@ def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
     imbalances = [float(ranks.max() / ranks.mean()) for ranks in (step.costs.sum(axis=1) for step in steps)]
     assert ran["step_imbalance"] == pytest.approx(np.mean(imbalances))
     assert ran["speedup"] == pytest.approx(policies["by-flops"]["speedup"], rel=1e-3)
+    # One truth: the page shows the same.
+    page = run_figures(read_record(tmp_path / "record")).policies
+    gain = page["stock"].times.sum() / page["planned"].times.sum()
+    assert ran["speedup"] == pytest.approx(gain)
     # Measured as predicted, a nanosecond a unit of cost: so are the seconds that are fitted to the run.
     assert main(["fit", str(tmp_path / "record"), "--out", str(tmp_path / "seconds.json")]) == 0
     fitted = figures_of(tmp_path, tmp_path / "record", "--cost", tmp_path / "seconds.json")["policies"]["as it ran"]
@@ -433,6 +461,15 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
         # Fault: options that did nothing here were ignored in silence.
         (["synthetic:gsm8k_sft", *BATCH, "--algorithm", "foo", "--recompute"], "unrecognized arguments: --algorithm"),
         (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
+        (["synthetic:gsm8k_sft", *BATCH, "--global-batch-size", "250"], "is no multiple of --dp-size 4"),
+        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen/Qwen9-8B"], "give the path of its config.json"),
+        (["synthetic:gsm8k_sft", *BATCH, "--model", "hidden_size=64"], "is missing in the sizes of --model"),
+        (["synthetic:gsm8k_sft", *BATCH, "--seq-length", "64"], "--data is samples: leave out --seq-length"),
+        (
+            ["synthetic:gsm8k_sft", "--global-batch-size", "8"],
+            "--dp-size, --max-tokens-per-gpu missing: compare needs them",
+        ),
+        (["synthetic:gsm8k_sft", *BATCH, "--no"], "(see megatron-balance compare --help)"),
         (["synthetic:gsm8k_sft", *BATCH, "--device", "989"], "the cost is tokens, not FLOPs: add --model"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "H100"], "give one of h100-fp8-nemo-24.03"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "-1"], "--device is '-1'"),

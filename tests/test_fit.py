@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from recorded_runs import run_info
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
+from megatron_balance.cli.fit import measurements
 from megatron_balance.cost import Calibration
-from megatron_balance.record import RecordWriter, StepRecord
+from megatron_balance.cost.calibration import Fit, Measurements, fit_microbatches
+from megatron_balance.record import RecordWriter, StepRecord, read_record
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
 TRUTH = {"per_microbatch": 3e-3, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
@@ -80,6 +83,37 @@ def test_known_seconds_come_back(
     assert float(told.group(1)) == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
 
 
+def test_a_pipeline_pays_for_launches_on_every_stage(tmp_path: Path) -> None:
+    """Measured is the first of two stages: the whole model takes twice its seconds, launches among them."""
+    record = write_record(tmp_path / "record", Topology(4, pp_size=2), num_steps=24, noise=0.01)
+    assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
+    costs = Calibration.read(tmp_path / "seconds.json").costs
+    assert costs.per_microbatch / 1e18 == pytest.approx(2 * TRUTH["per_microbatch"], rel=0.2)
+    assert costs.linear / 1e18 == pytest.approx(2 * TRUTH["per_token"], rel=0.1)
+
+
+def test_the_first_step_is_left_out_and_the_error_is_of_steps_that_were_not_fitted(tmp_path: Path) -> None:
+    def fitted(folder: Path) -> tuple[Fit, Measurements]:
+        record = read_record(folder)
+        measured = measurements(record)
+        return fit_microbatches(measured, cost_model=record.info.cost_model), measured
+
+    record = write_record(tmp_path / "slow", Topology(4), num_steps=6, noise=0.01)
+    for file in record.glob("seconds_*.jsonl"):  # compilation
+        first, *others = map(json.loads, file.read_text().splitlines())
+        first["seconds"] = [10 * seconds for seconds in first["seconds"]]
+        file.write_text("".join(json.dumps(line) + "\n" for line in (first, *others)))
+    fit, measured = fitted(record)
+    assert measured.steps.min() == 2
+    assert fit.coefficients[1] == pytest.approx(TRUTH["per_token"], rel=0.1)
+    assert fit.worst < 0.1
+    # Three noisy steps: what was not fitted is off by more than what was.
+    record = write_record(tmp_path / "noisy", Topology(4), num_steps=3, noise=0.6)
+    fit, measured = fitted(record)
+    own = np.abs(measured.features(fit.exchange) @ fit.coefficients / measured.seconds - 1)
+    assert (fit.error, fit.worst) != (float(np.median(own)), float(own.max()))
+
+
 def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = write_record(tmp_path / "record", Topology(4), num_steps=2)
     assert main(["fit", str(record)]) == 2
@@ -93,7 +127,7 @@ def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.C
 def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, longest, noise, said in (
         ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),
-        ("noisy", 4000, 0.8, "Warning: that is much."),
+        ("noisy", 4000, 0.8, "Warning: predicted speeds may be as much off"),
     ):
         record = write_record(tmp_path / name, Topology(4), num_steps=3, longest=longest, noise=noise)
         assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0

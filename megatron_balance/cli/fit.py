@@ -38,7 +38,7 @@ Three steps are enough where lengths differ. The first step of a run is left out
 are of this model, precision and kind of GPU; other tensor- and context-parallel sizes are taken to share them evenly.
 """
 
-NOTABLE_ERROR = 0.2  # median; above it, `fit` warns
+NOTABLE_ERROR = 0.04  # median; above it, `fit` warns: in the quickstart speeds were then off by more than 3 points
 TOLD_APART = 0.05  # least part of the longest sequence's time that attention must have for its rate to be known
 
 
@@ -69,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
     )
     say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
-        say("Warning: that is much. Record more steps, on ranks with nothing else to do, or plan by FLOPs.")
+        say("Warning: predicted speeds may be as much off. Record more steps, on ranks with nothing else to do.")
     if rates := _rates(fit, info=record.info):
         linear, attention = rates.values()
         say(
-            f"A GPU runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
+            f"A rank runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
             f"{attention / linear:.2g}: --balance-attention-rate {attention / linear:.2g} without the file."
         )
     part = 1 - (per.linear + per.expert_linear) * longest / (per(longest) + per.expert_linear * longest)

@@ -146,3 +146,15 @@ def test_what_other_ranks_recorded_before_a_resume_is_not_read(tmp_path: Path) -
     assert record.info == two
     assert [step.iteration for step in record.steps] == [4, 5, 6, 7]
     assert [step.seconds[0, 0] for step in record.steps] == [4, 4, 6, 6]
+
+
+def test_stock_beside_sizes_of_their_own_costs_what_its_replica_shares() -> None:
+    """By hand: two leaves share a sample of 10 tokens, and pay a micro-batch's fixed cost each."""
+    info = run_info(
+        Topology(1, cp_size=2, dynamic_cp=True), cost_model=CostModel(linear=8, quadratic=2, per_microbatch=6)
+    )
+    schedule = build_data_schedule(
+        [8, 12], cost_model=info.cost_model, topology=info.topology, limits=info.limits, home_ranks=[0, 0]
+    )
+    stock = StepRecord.of_schedule(schedule, iteration=1).stock()
+    assert stock.costs.tolist() == [[8 * 8 + 2 * 64 + 2 * 6, 8 * 12 + 2 * 144 + 2 * 6]]
