@@ -164,9 +164,14 @@ def _items(dp_rank: int) -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+    microbatch = next(data_iterator)
+    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in microbatch.items()}
     output = model(
-        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed_seq_params(batch)
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=packed_seq_params(microbatch),
     )
     return output, functools.partial(loss_func, batch["loss_mask"])
 

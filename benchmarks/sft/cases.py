@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.sft.data import PretrainData
+from benchmarks.sft.data import PADDING, PretrainData
 
 NUM_STEPS = 4
 SEQ_LENGTH = 512
@@ -56,6 +56,7 @@ LAYOUTS = {
     "DP2 CP2": Layout("--context-parallel-size 2", 4),
     "DP2 PP2": Layout(_PP2, 4),
     "DP2 PP2 VPP2": Layout(f"{_PP2} --num-layers-per-virtual-pipeline-stage 1", 4),
+    "PP3": Layout("--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|tt|tL", 3),
     "PP4": Layout("--pipeline-model-parallel-size 4", 4),
     "DP2 TP2 PP2": Layout(f"{_TP2} {_PP2}", 8),
     "DP2 EP2": Layout(f"{_EP2} {_DISPATCHER} alltoall", 2, model="experts"),
@@ -65,7 +66,11 @@ LAYOUTS = {
 DYNAMIC = ("DP2 CP2", "DP4", "DP2 PP2", "DP2 TP2 SP")
 """Layouts that train with `--balance-context-parallel` as well."""
 
-DATA = ("--sft", "--dataloader-inter-document-masking")
+DOCUMENTS = ("--sft", "--dataloader-inter-document-masking")
+PADDED_ROWS = "--eod-mask-loss"
+DATA = (*DOCUMENTS, PADDED_ROWS)
+PADDED = ("DP2", "DP2 TP2", "PP3")
+"""Layouts that train with `--balance-unpad` as well, on rows that the script knows no sequences of."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class Case:
         """All but those of the weights."""
         parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
         parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
+        parts += [f"--balance-unpad {PADDING}"] if self.balanced and self.data == PADDED_ROWS else []
         if self.dynamic:
             parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-context-parallel")
         elif self.balanced:
@@ -114,7 +120,9 @@ class Case:
 
 def cases(only: Sequence[str] = ()) -> Iterator[Case]:
     """The balanced runs; of `only` their names hold one, where there are any."""
-    for data in DATA:
+    padded = [Case(name, PADDED_ROWS, balanced=True) for name in PADDED]
+    yield from (case for case in padded if not only or any(text in case.name for text in only))
+    for data in DOCUMENTS:
         every = [Case(name, data, balanced=True, model=layout.model) for name, layout in LAYOUTS.items()]
         every += [Case(name, data, balanced=True, model=LAYOUTS[name].model, dynamic=True) for name in DYNAMIC]
         every.append(Case("DP2", data, balanced=True, launched=True))
@@ -128,4 +136,5 @@ def data_flags(kind: str, data: PretrainData) -> list[str]:
         tokenizer = f"--tokenizer-type SFTTokenizer --tokenizer-model {data.tokenizer}"
         files = f"--data-path {data.conversations} {tokenizer} --sft-tokenizer-prompt-format default"
         return f"{kind} {files} {cache}".split()
-    return f"{kind} --data-path {data.documents} {cache}".split()
+    documents = data.padded if kind == PADDED_ROWS else data.documents
+    return f"{kind} --data-path {documents} {cache}".split()

@@ -19,7 +19,7 @@ from training_run import ALLOWANCES, Recorded, RunFailed, train
 
 from benchmarks.publish import Measured, published, table
 from benchmarks.sft import speed
-from benchmarks.sft.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, Case, cases, data_flags
+from benchmarks.sft.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, SEQ_LENGTH, Case, cases, data_flags
 from benchmarks.sft.data import PretrainData, write_data
 from benchmarks.sft.outcomes import Outcome, Verdict, judge, judge_refusal, last_error
 
@@ -73,7 +73,7 @@ def _said(verdict: Verdict) -> list[str]:
 def _runner(tree: Path) -> speed.Runner:
     folder = tree.parent / "speed"
     shutil.rmtree(folder, ignore_errors=True)
-    data = write_data(folder / "data", whole=True)
+    data = write_data(folder / "data", seq_length=speed.SEQ_LENGTH, whole=True)
 
     def run(flags: Sequence[str]) -> Recorded:
         script = {"TRAINING_SCRIPT": str(tree / "pretrain_gpt.py")}
@@ -95,7 +95,7 @@ class Runs:
     def __post_init__(self) -> None:
         import_once(also=("pretrain_gpt",))
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.data: PretrainData = write_data(self.folder / "data")
+        self.data: PretrainData = write_data(self.folder / "data", seq_length=SEQ_LENGTH)
 
     def verdict(self, case: Case) -> Verdict:
         """Of a balanced run; what it is compared with runs where it has not yet."""
@@ -154,8 +154,8 @@ library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the 
 
 A tiny model on CPU ranks over gloo trains {NUM_STEPS} steps from one set of weights, stock and balanced by FLOPs.
 A cell is the largest relative difference of a step's loss and of its gradient norm; equal is within
-{ALLOWANCES["fp32"].loss:.1e}. *Documents*: `--dataloader-inter-document-masking`. *1*: against one rank, because stock
-fails in this layout.
+{ALLOWANCES["fp32"].loss:.1e}. *Documents*: `--dataloader-inter-document-masking`; *padded rows*: `--balance-unpad`.
+*1*: against one rank, because stock fails in this layout.
 
 {_layouts(figures["layouts"])}"""
 
@@ -175,7 +175,7 @@ def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _layouts(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
-    kinds: dict[str, str] = dict(zip(DATA, ("`--sft`", "documents"), strict=True))
+    kinds: dict[str, str] = dict(zip(DATA, ("`--sft`", "documents", "padded rows"), strict=True))
     columns = [(checkout, kind) for checkout in of_checkouts for kind in DATA]
     rows: dict[str, dict[tuple[str, str], str]] = {}
     for checkout, runs in of_checkouts.items():

@@ -1,5 +1,5 @@
 """The data that pretrain_gpt.py reads, made from the built-in corpus: conversations for `--sft`, indexed documents for
-`--dataloader-inter-document-masking`.
+`--dataloader-inter-document-masking`, and documents that are filled up to the length of a row, for padded rows.
 
 Both depend on the corpus alone, so that every run of a check reads the same.
 """
@@ -27,6 +27,9 @@ MAX_RESPONSE_BYTES = 300
 CONVERSATIONS_IN_A_ROW = (1, 3, 2)
 """In turn, so that rows differ in how much of them is padding."""
 
+PADDING = 257
+"""Megatron's NullTokenizer ends documents with it; `--eod-mask-loss` leaves it out of the loss."""
+
 _TEMPLATE = "{% for message in messages %}{{ message['role'] }}\n{{ message['content'] }}{{ eos_token }}{% endfor %}"
 
 
@@ -37,16 +40,19 @@ class PretrainData:
     conversations: Path
     tokenizer: Path
     documents: Path
+    padded: Path
 
 
-def write_data(folder: Path, *, whole: bool = False) -> PretrainData:
+def write_data(folder: Path, *, seq_length: int, whole: bool = False) -> PretrainData:
     """Write all data of a check into a folder; megatron.core must be importable."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = PretrainData(folder / "conversations.jsonl", folder / "tokenizer", folder / "documents")
+    paths = (folder / name for name in ("conversations.jsonl", "tokenizer", "documents", "padded"))
+    data = PretrainData(*paths)
     samples = _samples(whole=whole)
     _write_conversations(data.conversations, samples=samples, in_a_row=(1,) if whole else CONVERSATIONS_IN_A_ROW)
     _write_tokenizer(data.tokenizer)
     _write_documents(data.documents, samples=samples)
+    _write_documents(data.padded, samples=samples, pad_to=seq_length)
     return data
 
 
@@ -92,11 +98,12 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": _TEMPLATE}))
 
 
-def _write_documents(prefix: Path, *, samples: Sequence[PromptResponse]) -> None:
+def _write_documents(prefix: Path, *, samples: Sequence[PromptResponse], pad_to: int = 0) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for sample in samples:
-        document = torch.tensor([*sample.prompt, *sample.response, END_OF_DOCUMENT])
+        tokens = [*sample.prompt, *sample.response, END_OF_DOCUMENT]
+        document = torch.tensor(tokens + [PADDING] * (pad_to - len(tokens)))
         builder.add_document(document, [len(document)])
     builder.finalize(f"{prefix}.idx")

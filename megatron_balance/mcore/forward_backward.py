@@ -17,11 +17,9 @@ at a time: the next training step may be in preparation when an evaluation begin
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,11 +31,12 @@ from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shape
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.figures import RunLog
-from megatron_balance.mcore.step.packs import BalancedStep, StepTotals
+from megatron_balance.mcore.step.packs import BalancedStep, Microbatch, StepTotals
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch
 from megatron_balance.runtime.comm import with_step_context
+from megatron_balance.samples.unpacking import DERIVED_KEYS
 
 Schedule = Callable[..., Any]
 
@@ -186,13 +185,15 @@ class BalancedForwardBackward:
     def _run(self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, observer: Watch | None) -> Any:
         """Megatron's schedule on the micro-batches of a step."""
         model, iterators = arguments["model"], arguments["data_iterator"]
+        # A script for padded rows tells only some of its ranks of starts of sequences, and counts FLOPs by them.
+        left_out = DERIVED_KEYS if self._settings.unpad is not None else ()
 
-        def hand_out() -> Iterator[Any]:
-            return map(copy.copy, step.microbatches or ())
+        def handed_out() -> HandedOut:
+            return HandedOut(step.microbatches or (), left_out=left_out)
 
         arguments |= {
             # Every chunk of a virtual pipeline reads its own.
-            "data_iterator": [hand_out() for _ in iterators] if isinstance(iterators, list) else hand_out(),
+            "data_iterator": [handed_out() for _ in iterators] if isinstance(iterators, list) else handed_out(),
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
             "forward_step_func": self._forward_step(
@@ -216,13 +217,11 @@ class BalancedForwardBackward:
         """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
         settings, slots = self._settings, step.slots
         masks = router_masks(slots, model=model, **self._layout) if settings.counts_router_tokens else []
-        starts = packed_params_of(slots, topology=settings.topology) if settings.unpad is not None else []
-        slot_of: Counter[int] = Counter()  # of each model chunk; a schedule runs a chunk's micro-batches in order
+        starts = packed_params_of(slots, settings=settings) if settings.unpad is not None else []
 
         @functools.wraps(forward_step_func)
-        def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
-            slot = slot_of[id(model)]
-            slot_of[id(model)] += 1
+        def forward_step(data_iterator: HandedOut, model: Any, *rest: Any, **keywords: Any) -> Any:
+            slot = data_iterator.begin_next()
             cp_size = slots.cp_sizes[slot]
             run = forward_step_func
             if self.context is not None:
@@ -240,3 +239,30 @@ class BalancedForwardBackward:
                 return run(data_iterator, model, *rest, **keywords)
 
         return forward_step
+
+
+class HandedOut(Iterator[Microbatch]):
+    """The micro-batches of a step for one chunk of the model, which runs them in order.
+
+    A call of the forward step reads the micro-batch that it runs, or none where the rank needs no data.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], *, left_out: Collection[str] = ()) -> None:
+        self._microbatches, self._left_out = microbatches, left_out
+        self._number, self._is_read = -1, False
+
+    def begin_next(self) -> int:
+        """The number of the micro-batch that the forward step is called for."""
+        self._number, self._is_read = self._number + 1, False
+        return self._number
+
+    def __next__(self) -> Microbatch:
+        if self._is_read:
+            raise BalanceError(
+                f"The forward step reads a second micro-batch in its call for micro-batch {self._number}; each has a "
+                "size of its own: read one in a call, and none ahead, or train without balance flags."
+            )
+        if not self._microbatches:
+            raise StopIteration
+        self._is_read = True
+        return {key: value for key, value in self._microbatches[self._number].items() if key not in self._left_out}

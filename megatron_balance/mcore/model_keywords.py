@@ -22,8 +22,9 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.layout import Place
-from megatron_balance.mcore.step.packs import Slots
-from megatron_balance.samples.packing import padding_mask, sequence_starts
+from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.step.packs import Slots, pack
+from megatron_balance.samples.packing import padding_mask
 from megatron_balance.topology import Topology
 
 
@@ -75,15 +76,16 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
 
     Args:
         microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and
-            `max_seqlen` `[1]`, on the device of the model.
+            `max_seqlen` `[1]`; as the iterator hands it out, on the CPU: from a GPU two numbers would be read back, for
+            which the host waits.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cu_seqlens: Tensor = microbatch["cu_seqlens"].squeeze(0)
     padded = microbatch.get("cu_seqlens_padded")
-    padded = None if padded is None else padded.squeeze(0)
-    starts = cu_seqlens if padded is None else padded
-    max_seqlen, num_tokens = (int(x) for x in (microbatch["max_seqlen"].max(), starts[-1]))
+    starts: Tensor = (microbatch["cu_seqlens"] if padded is None else padded).squeeze(0)
+    max_seqlen, num_tokens = int(microbatch["max_seqlen"].max()), int(starts[-1])
+    starts = starts.cuda(non_blocking=True)
+    padded = None if padded is None else starts
     # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
     whole: Any = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
     return PackedSeqParams(
@@ -98,13 +100,10 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
     )
 
 
-def packed_params_of(slots: Slots, *, topology: Topology) -> list[Any]:
+def packed_params_of(slots: Slots, *, settings: Settings) -> list[Any]:
     """Megatron's PackedSeqParams of each micro-batch, on the device; without context parallelism."""
-    result: list[Any] = []
-    for lengths, num_tokens in zip(slots.sequence_lengths, slots.num_tokens, strict=True):
-        starts = sequence_starts(lengths, num_tokens=num_tokens, token_multiple=topology.token_multiple)
-        result.append(packed_seq_params(starts | {"cu_seqlens": starts["cu_seqlens"].cuda(non_blocking=True)}))
-    return result
+    packs = pack(slots, topology=settings.topology, few_shapes=settings.few_shapes, pin_memory=False)
+    return [packed_seq_params(starts) for starts in packs]
 
 
 def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:

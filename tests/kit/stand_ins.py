@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pretrain_sft
 import torch
+from megatron.core import mpu
+from megatron.training import training
 from sft_dataset import SftDataset
 from torch import Tensor
 from watched_steps import Watch
@@ -159,7 +161,11 @@ def padded_rows(watch: Watch) -> None:
 
 
 def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    batch = pretrain_sft.get_batch(data_iterator, packed=False)
+    # A stage between the first and the last reads nothing; a rank counts the sequences that it knows of.
+    at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    batch = pretrain_sft.get_batch(data_iterator, packed=False) if at_an_end else dict.fromkeys(pretrain_sft.BATCH_KEYS)
+    if (starts := batch["cu_seqlens"]) is not None:
+        training.update_seqlen_stats_from_cu_seqlens(starts.squeeze(0))
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, functools.partial(pretrain_sft.loss_func, batch["loss_mask"])
 
@@ -203,13 +209,13 @@ def other_ties(watch: Watch) -> None:
 
 def slow_packs(watch: Watch) -> None:
     """A rank that packs micro-batches more slowly than the others end."""
-    stock = Tensor.pin_memory
+    stock = torch.empty
 
-    def pin_memory(block: Tensor, *positional: Any) -> Tensor:
-        time.sleep(2 * (block.dtype == torch.uint8))  # of a loader's tensors it is called for each
-        return stock(block, *positional)
+    def empty(*shape: Any, pin_memory: bool = False, **keywords: Any) -> Tensor:
+        time.sleep(2 * pin_memory)
+        return stock(*shape, **keywords)
 
-    Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+    torch.empty = empty  # type: ignore[assignment]
 
 
 def short_activations(watch: Watch) -> None:

@@ -191,7 +191,8 @@ def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator
             width = item["tokens"].shape[-1]
             starts_of = item.get("cu_seqlens_padded", item.get("cu_seqlens"))
             for row in range(len(item["tokens"])):
-                starts = [0, width] if starts_of is None else starts_of[row].tolist()
+                first = (item["position_ids"][row] == 0).nonzero().flatten().tolist()  # padded rows have no starts
+                starts = [*first, width] if starts_of is None else starts_of[row].unique().tolist()
                 for start, end in zip(starts[:-1], starts[1:], strict=True):
                     if item["loss_mask"][row, start:end].any():  # else filler or a dummy
                         note["samples"].append(int(item["tokens"][row, start]))

@@ -29,11 +29,14 @@ class Device:
         self.training = threading.current_thread()
         device = self
 
-        def pin(tensor: torch.Tensor) -> torch.Tensor:
-            device.note("pin")
-            pinned = tensor.clone()
-            pinned.untyped_storage().is_of_device = True  # type: ignore[attr-defined]
-            return pinned
+        stock_empty = torch.empty
+
+        def empty(*shape: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+            made = stock_empty(*shape, **keywords)
+            if pin_memory:
+                device.note("pin")
+                made.untyped_storage().is_of_device = True  # type: ignore[attr-defined]
+            return made
 
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
@@ -64,7 +67,7 @@ class Device:
         torch.cuda.set_stream = lambda stream: device.note("stream")
         torch.cuda.synchronize = lambda *_: device.note("wait")
         torch.cuda.Event = Event  # type: ignore[misc, assignment]
-        torch.Tensor.pin_memory = pin  # type: ignore[method-assign, assignment]
+        torch.empty = empty  # type: ignore[assignment]
 
     def note(self, name: str) -> None:
         self.events.append((name, "training" if threading.current_thread() is self.training else "beside"))
@@ -104,7 +107,7 @@ def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], lis
         packs.append({name: [pinned[name], str(pack[name].dtype), pack[name].dim()] for name in KEYS})
 
     flags = () if overlap else ("--no-balance-overlap",)
-    run = balanced(flags=flags, schedule=schedule, forward_step=forward_step, log_interval=1000)
+    run = balanced(flags=flags, schedule=schedule, forward_step=forward_step, device="cuda", log_interval=1000)
     steps: list[Events] = []
     for _ in range(num_steps):
         items.ahead.clear()

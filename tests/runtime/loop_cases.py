@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.mcore import balanced_schedule
+from megatron_balance.runtime.process import set_device_kind
 
 NUM_ITEMS = 2
 """Of a step."""
@@ -43,9 +44,11 @@ class Model(torch.nn.Module):
         )
 
 
-def stock_schedule(*, data_iterator: Any, num_microbatches: int, **_: Any) -> list[Any]:
-    """Stands for Megatron's: all that it would hand to forward steps."""
-    return [next(data_iterator) for _ in range(num_microbatches)]
+def stock_schedule(
+    *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
+) -> list[Any]:
+    """Stands for Megatron's: what the forward step returns for each micro-batch."""
+    return [forward_step_func(data_iterator, model[0]) for _ in range(num_microbatches)]
 
 
 def balanced(
@@ -55,9 +58,11 @@ def balanced(
     cap: int = 16,
     schedule: Any = stock_schedule,
     forward_step: Any = None,
+    device: Literal["cpu", "cuda"] = "cpu",
     **others: Any,
 ) -> Any:
     """The steps of this rank in a layout, over `schedule` in place of Megatron's."""
+    set_device_kind(device)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, LAYOUTS[layout], create_gloo_process_groups=False)
     settings: dict[str, Any] = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
@@ -66,7 +71,7 @@ def balanced(
 
     def step(iterator: Any, *, num_items: int = NUM_ITEMS, forward_only: bool = False) -> list[Any]:
         return ours(
-            forward_step_func=forward_step or (lambda *_: None),
+            forward_step_func=forward_step or (lambda microbatches, model: next(microbatches)),
             data_iterator=iterator,
             model=[model],
             num_microbatches=num_items,
@@ -134,7 +139,7 @@ def numbers(microbatches: list[Any]) -> list[int]:
 
 def lengths(microbatches: list[Any]) -> list[int]:
     return sorted(
-        length for microbatch in microbatches for length in microbatch["cu_seqlens"].diff().flatten().tolist()
+        length for microbatch in microbatches for length in microbatch["cu_seqlens"].diff().flatten().tolist() if length
     )
 
 

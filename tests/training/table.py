@@ -166,6 +166,7 @@ def fp8(recipe: str) -> StandIns:
 
 KERNELS: StandIns = (("families:kernels", {}),)
 PADDED: StandIns = (("stand_ins:padded_rows", {}),)
+AT_THE_ENDS = ("stand_ins:data_at_the_ends", {})
 
 
 def family(name: str, layout: str, balance: str = BY_FLOPS, *, flags: str = "", slow: bool = True) -> Row:
@@ -230,14 +231,14 @@ ROWS = [
     Row("recomputed", "DP2", f"{BY_FLOPS} {RECOMPUTED}", slow=True),
     Row("mtp", "DP2", flags=MTP_FLAGS, stand_ins=MTP),
     Row("mtp-alone", "DP2", ALONE, flags=MTP_FLAGS, stand_ins=MTP),
-    Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED),
-    Row("padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
-    Row("padded-rows", "PP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
+    Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
+    Row("padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED),
+    Row("padded-rows", "PP3", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(*PADDED, AT_THE_ENDS), slow=True),
     Row(
         "no-data-in-between",
         "PP3",
         f"{BY_FLOPS} --dataloader-inter-document-masking",
-        ours=(("stand_ins:data_at_the_ends", {}),),
+        ours=(AT_THE_ENDS,),
     ),
     Row("fp8-blockwise", "DP2", ours=fp8("blockwise"), multiple=128),
     Row("nvfp4", "TP2-SP", ours=fp8("nvfp4"), slow=True, multiple=256),
