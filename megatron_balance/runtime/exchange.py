@@ -20,13 +20,13 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.gather import GatheredLengths
-from megatron_balance.samples.sample import KeySpec, Sample, aligned
+from megatron_balance.samples.sample import KeySpec, Sample, Samples, aligned
 
 Ids = NDArray[np.int64]
 
 
 def reroute_samples(
-    samples: Sequence[Sample],
+    samples: Sequence[Sample] | Samples,
     *,
     destinations: ArrayLike,
     gathered: GatheredLengths,
@@ -58,22 +58,37 @@ def reroute_samples(
     """
     destinations = np.asarray(destinations, dtype=np.int64)
     sample_ids = np.arange(gathered.lengths.size) if sample_ids is None else sample_ids
-    if gathered.schema is None:
-        return {}
+    ids, arrived = rerouted(
+        Samples.of(samples),
+        destinations=destinations,
+        gathered=gathered,
+        group=group,
+        sample_ids=sample_ids,
+        device=device,
+    )
+    return dict(zip(ids.tolist(), arrived, strict=True))
+
+
+def rerouted(
+    samples: Samples,
+    *,
+    destinations: Ids,
+    gathered: GatheredLengths,
+    group: dist.ProcessGroup,
+    sample_ids: Ids,
+    device: torch.device | str = "cpu",
+) -> tuple[Ids, Samples]:
+    """`reroute_samples` in columns: the ids of this rank's samples, rising, and the samples."""
     rank, homes = group.rank(), gathered.home_ranks[sample_ids]
     at_home = np.flatnonzero(gathered.home_ranks == rank)
-    entries = map(tuple, gathered.ragged_lengths[at_home].tolist())
-    expected = [*zip(gathered.lengths[at_home].tolist(), entries, strict=True)]
-    given = [(sample.length, sample.ragged_lengths) for sample in samples]
-    if given != expected:
-        raise BalanceError(f"reroute_samples got samples of {given} tokens and entries; those gathered had {expected}.")
-
-    def own(ids: Ids) -> list[Sample]:
-        return [samples[index] for index in np.searchsorted(at_home, ids).tolist()]
-
+    expected = gathered.lengths[at_home], gathered.ragged_lengths[at_home].ravel()
+    given = samples.lengths, samples.ragged_lengths.ravel()
+    if gathered.schema is not None and not all(map(np.array_equal, given, expected)):
+        said = [f"{lengths.tolist()} tokens and {counts.tolist()} entries" for lengths, counts in (given, expected)]
+        raise BalanceError("reroute_samples got samples of {}; those gathered had {}.".format(*said))
     moves = homes != destinations
     staying = sample_ids[(homes == rank) & ~moves]
-    arrived = dict(zip(staying.tolist(), own(staying), strict=True))
+    ids, parts = [staying], [samples.select(np.searchsorted(at_home, staying))]
     if moves.any():
         leaving = _ids_by_rank(sample_ids, ranks=destinations, mask=moves & (homes == rank))
         coming = _ids_by_rank(sample_ids, ranks=homes, mask=moves & (destinations == rank))
@@ -83,7 +98,7 @@ def reroute_samples(
             torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device) for sizes in (send_sizes, receive_sizes)
         )
         for to, part in zip(send_sizes, send.split([*send_sizes.values()]), strict=True):
-            _write(part, samples=own(leaving[to]), ids=leaving[to], gathered=gathered)
+            _write(part, samples.select(np.searchsorted(at_home, leaving[to])), ids=leaving[to], gathered=gathered)
         exchange_parts(
             receive,
             send,
@@ -93,8 +108,11 @@ def reroute_samples(
             what="samples from the ranks that loaded them (exchange)",
         )
         for home, part in zip(receive_sizes, receive.split([*receive_sizes.values()]), strict=True):
-            arrived |= _read(part, ids=coming[home], gathered=gathered)
-    return {sample_id: arrived[sample_id] for sample_id in sorted(arrived)}
+            ids.append(coming[home])
+            parts.append(_read(part, ids=coming[home], gathered=gathered))
+    arrived = np.concatenate(ids)
+    order = np.argsort(arrived)
+    return arrived[order], Samples.joined(parts).select(order)
 
 
 def _ids_by_rank(ids: Ids, *, ranks: NDArray[np.int64], mask: NDArray[np.bool_]) -> dict[int, Ids]:
@@ -122,20 +140,17 @@ def _nbytes(ids: Ids, *, gathered: GatheredLengths) -> int:
 
 
 @torch.no_grad()
-def _write(block: Tensor, *, samples: Sequence[Sample], ids: Ids, gathered: GatheredLengths) -> None:
+def _write(block: Tensor, samples: Samples, *, ids: Ids, gathered: GatheredLengths) -> None:
     for key, counts, region in _regions(ids, gathered=gathered):
         if region.start < region.stop:
-            tensors = [sample.of_kind(key)[key.name] for sample in samples]
-            parts = [tensor.unsqueeze(0) for tensor in tensors] if key.kind == "per_sample" else tensors
-            torch.cat(parts, out=block[region].view(key.dtype).view(sum(counts), *key.shape))
+            column, entries = samples.columns[key.name], block[region].view(key.dtype).view(sum(counts), *key.shape)
+            (torch.stack if key.kind == "per_sample" else torch.cat)([*column], out=entries)
 
 
-def _read(block: Tensor, *, ids: Ids, gathered: GatheredLengths) -> dict[int, Sample]:
-    """Sample id → sample, as views of the block."""
-    tensors: list[dict[str, dict[str, Tensor]]] = [{"per_token": {}, "per_sample": {}, "ragged": {}} for _ in ids]
+def _read(block: Tensor, *, ids: Ids, gathered: GatheredLengths) -> Samples:
+    """Views of the block."""
+    columns: dict[str, Sequence[Tensor]] = {}
     for key, counts, region in _regions(ids, gathered=gathered):
         entries = block[region].view(key.dtype).view(sum(counts), *key.shape)
-        pieces = entries.unbind(0) if key.kind == "per_sample" else entries.split(counts)
-        for of_sample, piece in zip(tensors, pieces, strict=True):
-            of_sample[key.kind][key.name] = piece
-    return {sample_id: Sample(**of_sample) for sample_id, of_sample in zip(ids.tolist(), tensors, strict=True)}
+        columns[key.name] = entries.unbind() if key.kind == "per_sample" else entries.split(counts)
+    return Samples(gathered.schema, columns, gathered.lengths[ids])

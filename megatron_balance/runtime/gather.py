@@ -29,7 +29,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import patches_of_grids
 from megatron_balance.runtime.comm import all_gather_bytes, all_gather_row, ranks_by_value
 from megatron_balance.runtime.failure import MAX_NAMED, disagreement
-from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, Samples, SampleSchema
 
 STEP, STATEMENT, STATEMENT_NBYTES, NUM_SEQUENCES, NUM_VALUES, REPORTED = range(6)
 NUM_REPORTED = 5
@@ -101,7 +101,7 @@ class GatheredLengths:
 
 
 def gather_sample_lengths(
-    samples: Sequence[Sample],
+    samples: Sequence[Sample] | Samples,
     *,
     group: dist.ProcessGroup,
     problem: str | None = None,
@@ -124,19 +124,18 @@ def gather_sample_lengths(
             between ranks, different settings.
         OutOfStepError: on every rank: different steps.
     """
-    schema = None
-    patches = np.zeros((0, 2), dtype=np.int64) if counts_images else None
+    columns, patches = Samples.of([]), np.zeros((0, 2), dtype=np.int64) if counts_images else None
     try:
-        schema = SampleSchema.shared_by(map(SampleSchema.of, samples))
+        columns = Samples.of(samples)
         if counts_images:
             patches = image_patches(samples)
     except BalanceError as error:
         problem = problem or str(error)
     return gather_lengths(
-        [sample.length for sample in samples],
-        ragged_lengths=[sample.ragged_lengths for sample in samples],
+        columns.lengths,
+        ragged_lengths=columns.ragged_lengths,
         group=group,
-        schema=schema,
+        schema=columns.schema,
         problem=problem,
         image_patches=patches,
         header=header,
@@ -149,7 +148,7 @@ def gather_lengths(
     *,
     group: dist.ProcessGroup,
     num_segments: ArrayLike | None = None,
-    ragged_lengths: Sequence[Sequence[int]] = (),
+    ragged_lengths: ArrayLike = (),
     schema: SampleSchema | None = None,
     problem: str | None = None,
     image_patches: NDArray[np.int64] | None = None,
@@ -245,7 +244,7 @@ def _agreed_schema(statements: Sequence[bytes], *, group: dist.ProcessGroup) -> 
     return first
 
 
-def image_patches(samples: Sequence[Sample]) -> NDArray[np.int64]:
+def image_patches(samples: Sequence[Sample] | Samples) -> NDArray[np.int64]:
     """`[num_samples, 2]`: patches that a vision encoder runs for each sample, and the sum of each image's, squared.
 
     `image_grid_thw` and `video_grid_thw`, as processors of the Qwen-VL family make them, describe each image.

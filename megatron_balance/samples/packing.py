@@ -12,48 +12,59 @@ A pack may be filled up with masked tokens to a given size (`num_tokens`), becau
 multiples of a number of tokens, or so that few sizes occur. The filler is sequences of its own, which no real token
 attends to: a few short ones, whose attention costs next to nothing. A dummy is all filler.
 
-`max_seqlen` is the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE makes
-`max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
+`max_seqlen` is at least the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE
+makes `max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
 real length / cp_size real tokens of a sequence.
+
+Attention libraries build or choose a kernel anew for each number of sequences and each `max_seqlen` (Transformer Engine
+2.18 with cuDNN 9.24: `b` in `FADescriptor_v1`, common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu; `max_seqlen_q` in
+AttentionParams, pytorch). With `few_shapes` both take few values, and no token is added: sequences of length 0 precede
+the others. Not behind them: Megatron's get_batch cuts off copies of the last entry. Kernels look for the last entry not
+above a token's place (`binary_search`, common/fused_attn/context_parallel.cu), as `seq_idx` of Mamba layers does; those
+of gated delta nets count chunks of sequences in another way, and get none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema, lengths_key
+from megatron_balance.samples.sample import KeySpec, Sample, Samples, SampleSchema, lengths_key
 
 FILLER_TOKENS = 128
 """Longest sequence that a pack is filled up with, unless more than MAX_FILLERS were needed."""
 
 MAX_FILLERS = 4
-"""cuDNN builds a graph for each number of sequences where there are many (Transformer Engine 2.9, from 512 on)."""
+"""Most sequences that a pack is filled up with."""
+
+LEAST_MAX_SEQLEN = 1152
+MAX_SEQLEN_PART = 8
+"""max_seqlen is at least an eighth of the pack's tokens: attention skips blocks behind a sequence's end quickly."""
 
 _POSITIONS = KeySpec("position_ids", dtype=torch.int64)
 
 
 def pack_microbatch(
-    samples: Sequence[Sample],
+    samples: Sequence[Sample] | Samples,
     *,
     schema: SampleSchema | None = None,
     token_multiple: int = 1,
     cp_size: int = 1,
     num_tokens: int | None = None,
+    few_shapes: bool = False,
 ) -> dict[str, Tensor]:
     """Pack samples into one thd micro-batch; none make a masked dummy, for a rank with fewer samples than slots.
 
     Padding has loss_mask 0, the position within its sequence as position_ids (so that they stay below the padded
-    length) and 0 under every other key. A sequence of length 0 occupies nothing and is left out, since kernels want
-    cu_seqlens to rise. A dummy has the keys, shapes and dtypes of any other pack: per-sample keys are one zero, ragged
-    ones have no entry.
+    length) and 0 under every other key. A sample of length 0 is left out. A dummy has the keys, shapes and dtypes of
+    any other pack: per-sample keys are one zero, ragged ones have no entry.
 
     Args:
         samples: of one schema, on one device.
@@ -61,6 +72,7 @@ def pack_microbatch(
         token_multiple: `Topology.token_multiple`, tokens.
         cp_size: context-parallel ranks.
         num_tokens: size of the pack, a multiple of token_multiple; None for the least that holds the samples.
+        few_shapes: round the number of sequences and max_seqlen up to few values.
 
     Returns:
         Per-token keys `[1, total_padded_tokens, *trailing]`, with position_ids counted from zero in each sequence
@@ -74,39 +86,42 @@ def pack_microbatch(
         BalanceError: neither samples nor a schema, padding in samples without loss_mask (it would be trained on), or
             num_tokens that are too few or no multiple of token_multiple.
     """
+    samples = Samples.of(samples)
+    schema = schema or samples.schema
     if schema is None:
-        if not samples:
-            raise BalanceError("pack_microbatch got neither samples nor a schema: give the schema of a dummy.")
-        schema = SampleSchema.of(samples[0])
-    device = samples[0].device if samples else torch.device("cpu")
-    samples = [sample for sample in samples if sample.length]
-    lengths = [sample.length for sample in samples]
-    batch = sequence_starts(
-        lengths, num_tokens=num_tokens, token_multiple=token_multiple, cp_size=cp_size, device=device
-    )
-    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].long()
-    total = int(starts[-1])
-    if total > sum(lengths):
+        raise BalanceError("pack_microbatch got neither samples nor a schema: give the schema of a dummy.")
+    samples = samples.select(samples.lengths.nonzero()[0])
+    device = next((column[0].device for column in samples.columns.values() if column), torch.device("cpu"))
+    sizes: Any = {"num_tokens": num_tokens, "token_multiple": token_multiple}
+    batch = sequence_starts(samples.lengths, cp_size=cp_size, few_shapes=few_shapes, device=device, **sizes)
+    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].cpu().numpy().astype(np.int64)
+    total = sizes["num_tokens"] = int(starts[-1])
+    pads = -samples.lengths % token_multiple
+    num_pads: list[int] = [*pads.tolist(), total - int((samples.lengths + pads).sum())]  # the last one is the filler
+    if has_padding := any(num_pads):
         check_loss_mask(schema)
-    real = torch.from_numpy(~padding_mask(lengths, num_tokens=total, token_multiple=token_multiple)).to(device)
-    positions = torch.arange(total, device=device) - starts[:-1].repeat_interleave(starts.diff())
     keys = schema.keys if any(key.name == "position_ids" for key in schema.keys) else (*schema.keys, _POSITIONS)
+    if has_padding or keys[-1] is _POSITIONS:
+        positions = np.arange(total) - np.repeat(starts[:-1], np.diff(starts))
     for key in keys:
-        own = [held[key.name] for held in (sample.of_kind(key) for sample in samples) if key.name in held]
-        if key.kind == "per_token":
-            packed = torch.zeros(total, *key.shape, dtype=key.dtype, device=device)
-            if key.name == "position_ids":
-                packed += positions.view(-1, *(1 for _ in key.shape))
-            if own:
-                packed[real] = torch.cat(own)
+        column = samples.columns.get(key.name, ())
+        if key is _POSITIONS:
+            batch[key.name] = torch.from_numpy(positions).to(device).unsqueeze(0)
+        elif key.kind == "per_token":
+            padding = torch.zeros(sum(num_pads), *key.shape, dtype=key.dtype, device=device)
+            if key.name == "position_ids" and has_padding:
+                of_padding = positions[padding_mask(samples.lengths, **sizes)]
+                padding += torch.from_numpy(of_padding).to(device).view(-1, *(1 for _ in key.shape))
+            *behind, filler = padding.split(num_pads)
+            packed = torch.cat([*chain(*zip(column, behind, strict=True)), filler] if has_padding else [*column])
             several = key.name == "position_ids" and packed.dim() == 3  # dimensions: `[t, 1, d]` or `[t, d, 1]`
             batch[key.name] = packed.movedim(0, -1) if several else packed.unsqueeze(0)
         elif key.kind == "ragged":
-            own = own or [torch.empty(0, *key.shape, dtype=key.dtype, device=device)]
-            batch[key.name] = torch.cat(own)
-            batch[lengths_key(key.name)] = torch.tensor([*map(len, own)], device=device)
+            none = torch.empty(0, *key.shape, dtype=key.dtype, device=device)
+            batch[key.name] = torch.cat([*column] or [none])
+            batch[lengths_key(key.name)] = torch.tensor([*map(len, column or [none])], device=device)
         else:
-            batch[key.name] = torch.stack(own or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
+            batch[key.name] = torch.stack([*column] or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
     return batch
 
 
@@ -121,36 +136,59 @@ def check_loss_mask(schema: SampleSchema) -> None:
 
 
 def sequence_starts(
-    lengths: Sequence[int],
+    lengths: ArrayLike,
     *,
     num_tokens: int | None = None,
     token_multiple: int = 1,
     cp_size: int = 1,
+    few_shapes: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """`cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen` of a pack of sequences; none for a dummy."""
-    widths = [-(-length // token_multiple) * token_multiple for length in lengths]
-    least = sum(widths) or token_multiple
+    real = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    widths = -(-real // token_multiple) * token_multiple
+    least = int(widths.sum()) or token_multiple
     num_tokens = least if num_tokens is None else num_tokens
     if num_tokens < least or num_tokens % token_multiple:
         raise BalanceError(
             f"num_tokens is {num_tokens}: it must be a multiple of {token_multiple}, as sequences are padded, and at "
             f"least {least}, which the pack holds."
         )
-    missing = num_tokens - sum(widths)
+    missing = num_tokens - int(widths.sum())
     longest = -(-max(FILLER_TOKENS, -(-missing // MAX_FILLERS)) // token_multiple) * token_multiple
-    widths += [min(longest, missing - filled) for filled in range(0, missing, longest)]
-    # Kernels want cu_seqlens to rise, so the filler's tokens count as real; only the loss mask excludes them.
-    real = widths if cp_size == 1 else [*lengths, *widths[len(lengths) :]]
+    filler = np.diff([*range(0, missing, longest), missing])
+    widths = np.append(widths, filler)
+    # Kernels take the filler's tokens as real; only the loss mask excludes them.
+    real = widths if cp_size == 1 else np.append(real, filler)
+    max_seqlen, num_empty = int(widths.max()), 0
+    if few_shapes:
+        max_seqlen, num_empty = _few_longest(max_seqlen, num_tokens), _few_counts(len(widths)) - len(widths)
     batch = {
-        name: torch.tensor([[0, *accumulate(of_sequences)]], dtype=torch.int32, device=device)
+        name: torch.from_numpy(np.append(np.zeros(num_empty + 1), np.cumsum(of_sequences))).to(device, torch.int32)[
+            None
+        ]
         for name, of_sequences in (("cu_seqlens", real), ("cu_seqlens_padded", widths))[: 1 if cp_size == 1 else 2]
     }
-    return batch | {"max_seqlen": torch.tensor([max(widths)], dtype=torch.int32, device=device)}
+    return batch | {"max_seqlen": torch.tensor([max_seqlen], dtype=torch.int32, device=device)}
+
+
+def _few_counts(num_sequences: int) -> int:
+    """The steps in which Transformer Engine's backward pass counts sequences: 32, 64 ... 512, 1024, 1536 ..."""
+    doubled = max(32, 1 << (num_sequences - 1).bit_length())
+    return doubled if doubled <= 512 else -(-num_sequences // 512) * 512
+
+
+def _few_longest(longest: int, num_tokens: int) -> int:
+    """9/8 of a power of two, so that few packs have as many tokens, and context-parallel chunks of it are whole.
+
+    Megatron 0.19's unfused rotary embedding takes as many angles as a pack has tokens for those of the pack.
+    """
+    steps = (LEAST_MAX_SEQLEN << doublings for doublings in count())
+    return next(step for step in steps if longest <= step != num_tokens and step * MAX_SEQLEN_PART >= num_tokens)
 
 
 def padding_mask(
-    lengths: Sequence[int], *, num_tokens: int, token_multiple: int = 1, cp_size: int = 1, cp_rank: int = 0
+    lengths: ArrayLike, *, num_tokens: int, token_multiple: int = 1, cp_size: int = 1, cp_rank: int = 0
 ) -> NDArray[np.bool_]:
     """`[num_tokens / cp_size]`, True where a token is padding; ranks that read no data make it too.
 
@@ -163,7 +201,7 @@ def padding_mask(
     real_of_chunk = np.clip(real - chunk * np.array(mine), 0, chunk)  # [num_sequences, chunks of this rank]
     runs = np.stack([real_of_chunk, chunk - real_of_chunk], axis=-1).ravel()
     filler = num_tokens // cp_size - int(runs.sum())
-    assert filler >= 0, f"{len(lengths)} sequences need {int(runs.sum()) * cp_size} tokens, and there are {num_tokens}"
+    assert filler >= 0, f"{len(real)} sequences need {int(runs.sum()) * cp_size} tokens, and there are {num_tokens}"
     is_padding = np.tile([False, True], runs.size // 2)
     return np.append(np.repeat(is_padding, runs), np.ones(filler, dtype=np.bool_))
 

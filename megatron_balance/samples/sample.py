@@ -1,4 +1,4 @@
-"""A sample's tensors, and the schema that all samples of a run share.
+"""A sample's tensors, the samples of a step in columns, and the schema that all samples of a run share.
 
 A sample's lengths, of its tokens and of its ragged keys, and the schema determine the size and the place of all its
 bytes, so that no sizes are sent with the samples.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
@@ -70,10 +73,6 @@ class Sample:
     def device(self) -> torch.device:
         """The device of the sample's tensors."""
         return next(iter(self.per_token.values())).device
-
-    def of_kind(self, key: KeySpec) -> Mapping[str, Tensor]:
-        """The tensors of a key's kind."""
-        return getattr(self, key.kind)
 
 
 Kind = Literal["per_token", "per_sample", "ragged"]
@@ -143,18 +142,20 @@ class SampleSchema:
         return SampleSchema(tuple(keys))
 
     @staticmethod
-    def shared_by(schemas: Iterable[SampleSchema]) -> SampleSchema | None:
-        """The one schema of all samples of a rank, None where there are none.
+    def shared_by(schemas: Iterable[SampleSchema | None], *, kind: str = "sample") -> SampleSchema | None:
+        """The one schema of all samples of a rank, or of another kind of its parts; None where there are none.
 
         Raises:
-            BalanceError: two samples differ; the message names the key.
+            BalanceError: two of them differ; the message names the key.
         """
-        shared: SampleSchema | None = None
-        for index, schema in enumerate(schemas):
-            shared = shared or schema
-            if schema != shared:
+        known = ((index, schema) for index, schema in enumerate(schemas) if schema is not None)
+        first, shared = next(known, (0, None))
+        for index, schema in known:
+            if shared is not None and schema != shared:
                 difference = "; ".join(schema.differences(shared))
-                raise BalanceError(f"Sample {index} differs from sample 0 of the same rank: {difference}.")
+                raise BalanceError(
+                    f"{kind.capitalize()} {index} differs from {kind} {first} of the same rank: {difference}."
+                )
         return shared
 
     def differences(self, other: SampleSchema) -> Iterator[str]:
@@ -183,3 +184,61 @@ class SampleSchema:
                 raise BalanceError(f"Key {name!r} has dtype {dtype_name!r}, which torch {torch.__version__} lacks.")
             keys.append(KeySpec(name, dtype=dtype, shape=tuple(shape), kind=kind))
         return SampleSchema(tuple(keys))
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """The samples of a step in columns, which cost a few calls a key, however many samples there are.
+
+    Attributes:
+        schema: of all; None only where there are none.
+        columns: key → its tensor of each sample, `[num_samples]` views.
+        lengths: int64 `[num_samples]`, tokens.
+    """
+
+    schema: SampleSchema | None
+    columns: Mapping[str, Sequence[Tensor]]
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
+        kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+        for key in self.schema.keys if self.schema is not None else ():
+            kinds[key.kind][key.name] = self.columns[key.name][index]
+        return Sample(kinds["per_token"], per_sample=kinds["per_sample"], ragged=kinds["ragged"])
+
+    @property
+    def ragged_lengths(self) -> NDArray[np.int64]:
+        """int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order."""
+        keys = () if self.schema is None else self.schema.keys
+        counts = [[len(entries) for entries in self.columns[key.name]] for key in keys if key.kind == "ragged"]
+        return np.array(counts, dtype=np.int64).reshape(len(counts), len(self)).T
+
+    def select(self, indices: NDArray[np.int64]) -> Samples:
+        """Those at these indices, in their order."""
+        order: list[int] = indices.tolist()
+        columns = {name: [column[index] for index in order] for name, column in self.columns.items()}
+        return Samples(self.schema, columns, self.lengths[indices])
+
+    @staticmethod
+    def of(samples: Sequence[Sample] | Samples) -> Samples:
+        """The columns of samples; BalanceError where two differ."""
+        if isinstance(samples, Samples):
+            return samples
+        schema = SampleSchema.shared_by(map(SampleSchema.of, samples))
+        keys = () if schema is None else schema.keys
+        columns = {key.name: [getattr(sample, key.kind)[key.name] for sample in samples] for key in keys}
+        return Samples(schema, columns, np.array([sample.length for sample in samples], dtype=np.int64))
+
+    @staticmethod
+    def joined(parts: Sequence[Samples]) -> Samples:
+        """The samples of all parts; BalanceError where schemas differ."""
+        schema = SampleSchema.shared_by((part.schema for part in parts), kind="item")
+        names = () if schema is None else [key.name for key in schema.keys]
+        columns = {name: [*chain(*(part.columns[name] for part in parts if len(part)))] for name in names}
+        return Samples(schema, columns, np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]))

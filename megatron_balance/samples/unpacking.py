@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.sample import Sample, lengths_key
+from megatron_balance.samples.sample import KeySpec, Kind, Samples, SampleSchema, lengths_key
+
+Ints = NDArray[np.int64]
 
 DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Not part of a Sample: they describe the batch, and are made again with each pack."""
@@ -24,7 +28,7 @@ DERIVED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
+def split_packed(batch: Mapping[str, Any]) -> Samples:
     """One Sample for each sequence of a batch, row after row.
 
     Trailing padding is stripped: the constant run of token ids at the end of a sequence whose loss_mask is 0. Attention
@@ -44,7 +48,7 @@ def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
             or one a sequence. Keys that are None are dropped.
 
     Returns:
-        Samples whose tensors are views of the batch. A row without tokens makes none.
+        Samples whose tensors are views of the batch, which is on the CPU. A row without tokens makes none.
 
     Raises:
         BalanceError: naming the key: labels of another length than tokens; a value that is not a tensor, or of a shape
@@ -54,39 +58,40 @@ def split_packed(batch: Mapping[str, Any]) -> list[Sample]:
     """
     tensors = _checked_tensors(batch)
     tokens = tensors["tokens"]
-    segments = _segments(tensors)
+    rows, starts, stops = _segments(tensors)
+    num_samples = len(rows)
     ragged = [name for name in tensors if lengths_key(name) in tensors]
-    per_token: dict[str, Tensor] = {}
-    per_row: dict[str, Tensor] = {}
-    per_sequence: dict[str, Tensor] = {}
+    if "loss_mask" in tensors:
+        has_loss = (tensors["loss_mask"] != 0).reshape(*tokens.shape, -1).any(-1).flatten().numpy()
+        _check_loss_kept(has_loss, starts=starts, stops=stops, row_tokens=tokens.shape[1])
+        if not ragged:
+            stops = _without_tails(tokens.flatten().numpy(), has_loss, starts=starts, stops=stops)
+    bounds = np.column_stack([starts, stops]).ravel()
+    sizes: list[int] = np.diff(bounds, prepend=0, append=tokens.numel()).tolist()
+    keys: list[KeySpec] = []
+    columns: dict[str, Sequence[Tensor]] = {}
     for name, tensor in tensors.items():
-        if name in DERIVED_KEYS or name in ragged or name in map(lengths_key, ragged):
+        if name in DERIVED_KEYS or name in map(lengths_key, ragged):
             continue
-        if tensor.shape[:2] == tokens.shape:
-            per_token[name] = tensor
+        kind: Kind = "per_sample"
+        if name in ragged:
+            kind, columns[name] = "ragged", _entries(name, tensors, num_sequences=num_samples)
+        elif tensor.shape[:2] == tokens.shape:
+            kind, columns[name] = "per_token", tensor.flatten(0, 1).split(sizes)[1::2]
         elif tensor.dim() and len(tensor) == len(tokens):
-            per_row[name] = tensor
-        elif tensor.dim() and len(tensor) == len(segments):
-            per_sequence[name] = tensor
+            values = tensor.unbind()
+            columns[name] = [values[row] for row in rows.tolist()]
+        elif tensor.dim() and len(tensor) == num_samples:
+            columns[name] = tensor.unbind()
         else:
             raise BalanceError(
                 f"{name} has shape {list(tensor.shape)}: it must begin with {list(tokens.shape)} (per token), "
-                f"{len(tokens)} (one a row) or {len(segments)} (one a sequence), or have its entries counted by "
+                f"{len(tokens)} (one a row) or {num_samples} (one a sequence), or have its entries counted by "
                 f"{lengths_key(name)}."
             )
-    if not ragged:
-        segments = [(row, start, _end(tensors, row=row, start=start, stop=stop)) for row, start, stop in segments]
-    _check_loss_kept(tensors, segments=segments)
-    entries = {name: _entries(name, tensors, num_sequences=len(segments)) for name in ragged}
-    return [
-        Sample(
-            {name: tensor[row, start:stop] for name, tensor in per_token.items()},
-            per_sample={name: tensor[row] for name, tensor in per_row.items()}
-            | {name: tensor[index] for name, tensor in per_sequence.items()},
-            ragged={name: of_sequence[index] for name, of_sequence in entries.items()},
-        )
-        for index, (row, start, stop) in enumerate(segments)
-    ]
+        shape = tensor.shape[2 if kind == "per_token" else 1 :]
+        keys.append(KeySpec(name, dtype=tensor.dtype, shape=tuple(shape), kind=kind))
+    return Samples(SampleSchema(tuple(keys)) if num_samples else None, columns, stops - starts)
 
 
 def _entries(name: str, tensors: Mapping[str, Tensor], *, num_sequences: int) -> Sequence[Tensor]:
@@ -134,24 +139,29 @@ def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _first_row(wrong: Tensor) -> int | None:
+def _first_row(wrong: Tensor | NDArray[np.bool_]) -> int | None:
     """The first row with any entry set, of bool `[num_rows, ...]`."""
-    rows = wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist()
-    return rows[0] if rows else None
+    if not wrong.any():
+        return None
+    return int(np.asarray(wrong).reshape(len(wrong), -1).any(1).argmax())
 
 
-def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
-    """Row, start and stop of every sequence that has tokens."""
+def _segments(tensors: Mapping[str, Tensor]) -> tuple[Ints, Ints, Ints]:
+    """Row of every sequence that has tokens, and its start and stop among the tokens of all rows."""
     num_rows, num_tokens = tensors["tokens"].shape
     if "cu_seqlens" not in tensors:
-        return [(row, 0, num_tokens) for row in range(num_rows)] if num_tokens else []
+        rows = np.arange(num_rows if num_tokens else 0)
+        return rows, rows * num_tokens, (rows + 1) * num_tokens
     real = _checked_cu_seqlens("cu_seqlens", tensors)
     padded = _checked_cu_seqlens("cu_seqlens_padded", tensors) if "cu_seqlens_padded" in tensors else real
     if padded.shape != real.shape:
         raise BalanceError(
             f"cu_seqlens_padded has shape {list(padded.shape)} and cu_seqlens {list(real.shape)}: they must be equal."
         )
-    starts, lengths, room = padded[:, :-1], real.diff(dim=1), padded.diff(dim=1)
+    # Loaders fill rows up to one entry a token: behind the last value that differs from a row's last one is nothing.
+    width = 2 + max(int((of_rows != of_rows[:, -1:]).sum(1).max(initial=0)) for of_rows in (real, padded))
+    real, padded = (of_rows[:, :width].astype(np.int64) for of_rows in (real, padded))
+    starts, lengths, room = padded[:, :-1], np.diff(real), np.diff(padded)
     # No room: the right padding of cu_seqlens_padded, whatever cu_seqlens itself is padded with.
     present = (lengths > 0) & (room > 0)
     if (row := _first_row(present & (lengths > room))) is not None:
@@ -159,19 +169,20 @@ def _segments(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
             f"Row {row}: its sequences have {lengths[row].tolist()} tokens by cu_seqlens and room for "
             f"{room[row].tolist()} by cu_seqlens_padded."
         )
-    found = torch.stack([present.nonzero()[:, 0], starts[present], (starts + lengths)[present]], dim=1)
-    return [(row, start, stop) for row, start, stop in found.tolist()]
+    rows = present.nonzero()[0]
+    first = starts[present] + rows * num_tokens
+    return rows, first, first + lengths[present]
 
 
-def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """int64 `[micro_batch_size, k]`, each row rising from 0 and not past its end."""
+def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> NDArray[Any]:
+    """`[micro_batch_size, k]`, each row rising from 0 and not past its end."""
     num_rows, num_tokens = tensors["tokens"].shape
-    starts = tensors[name].long()
-    if starts.dim() != 2 or len(starts) != num_rows or starts.shape[1] == 0:
+    starts: NDArray[Any] = tensors[name].numpy()
+    if starts.ndim != 2 or len(starts) != num_rows or starts.shape[1] == 0:
         raise BalanceError(f"{name} has shape {list(starts.shape)}: it must be [{num_rows}, num_sequences + 1].")
     for what, wrong in {
         "begins elsewhere than at 0": starts[:, :1] != 0,
-        "falls somewhere": starts.diff(dim=1) < 0,
+        "falls somewhere": starts[:, 1:] < starts[:, :-1],
         f"ends past the row's {num_tokens} tokens": starts[:, -1:] > num_tokens,
     }.items():
         if (row := _first_row(wrong)) is not None:
@@ -179,27 +190,24 @@ def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return starts
 
 
-def _end(tensors: Mapping[str, Tensor], *, row: int, start: int, stop: int) -> int:
-    """The end of the sequence without its masked, constant tail; at least one token stays."""
-    if "loss_mask" not in tensors:
-        return stop
-    tokens = tensors["tokens"][row, start:stop]
-    has_loss = (tensors["loss_mask"][row, start:stop] != 0).view(stop - start, -1).any(1)
-    places = ((tokens != tokens[-1]) | has_loss).nonzero()
-    return start + (int(places[-1]) + 1 if len(places) else 1)
+def _without_tails(tokens: NDArray[Any], has_loss: NDArray[np.bool_], *, starts: Ints, stops: Ints) -> Ints:
+    """The ends of the sequences without their masked, constant tails; at least one token stays."""
+    # Places behind a token that has a loss or differs from the next one of its sequence.
+    is_end = np.append(True, has_loss)
+    is_end[1:-1] |= tokens[1:] != tokens[:-1]
+    is_end[stops] = has_loss[stops - 1]
+    ends = is_end.nonzero()[0]
+    return np.maximum(ends[np.searchsorted(ends, stops, side="right") - 1], starts + 1)
 
 
-def _check_loss_kept(tensors: Mapping[str, Tensor], *, segments: Sequence[tuple[int, int, int]]) -> None:
+def _check_loss_kept(has_loss: NDArray[np.bool_], *, starts: Ints, stops: Ints, row_tokens: int) -> None:
     """No token with a loss lies outside every sequence, where it would be lost."""
-    if "loss_mask" not in tensors:
-        return
-    lost = (tensors["loss_mask"] != 0).reshape(*tensors["tokens"].shape, -1).any(-1)
-    for row, start, stop in segments:
-        lost[row, start:stop] = False
-    if (row := _first_row(lost)) is not None:
+    gaps = zip([0, *stops.tolist()], [*starts.tolist(), has_loss.size], strict=True)
+    lost = [start + has_loss[start:stop].nonzero()[0] for start, stop in gaps if start < stop]
+    if (rows := np.concatenate([[], *lost]) // max(row_tokens, 1)).size:
         raise BalanceError(
-            f"Row {row}: {int(lost[row].sum())} tokens with loss_mask lie outside every sequence of cu_seqlens: they "
-            "are lost."
+            f"Row {int(rows[0])}: {int((rows == rows[0]).sum())} tokens with loss_mask lie outside every sequence of "
+            "cu_seqlens: they are lost."
         )
 
 

@@ -203,6 +203,8 @@ def _stub_cuda() -> None:
 def _stub_others() -> None:
     # A function mode holds for the thread that entered it; data loaders pin in others, too.
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    empty = torch.empty
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
     torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
     exchange, run = dist.all_to_all_single, torch.autograd._engine_run_backward  # type: ignore[attr-defined]

@@ -133,7 +133,9 @@ def watched_steps(*, folder: str) -> list[dict[str, float]]:
             schedules.backward_step()  # type: ignore[call-arg]
 
     flags = ("--balance-record", folder)
-    run = balanced(flags=flags, schedule=schedule, forward_step=lambda data_iterator, _: next(data_iterator))
+    run = balanced(
+        flags=flags, schedule=schedule, forward_step=lambda data_iterator, _: next(data_iterator), device="cuda"
+    )
     items, figures = Items(100 * dist.get_rank()), []
     for step in range(6):
         run(items)

@@ -210,6 +210,9 @@ _VARIANTS = ("experimental_attention_variant", "linear_attention_type")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
 _SHARDS = ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards")
 
+has_delta_net = _layers("G", "gated_delta_net")
+"""True of options whose model has layers of gated delta nets."""
+
 _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "not_balanced": ((), nothing_balances),
     "bucket_splits_unevenly": (
@@ -242,7 +245,7 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
         _SHARDS,
         lambda options: _largest(options, _SHARDS[0]) > _tp(options) or _largest(options, _SHARDS[1]) > _etp(options),
     ),
-    "delta_net": ((*_VARIANTS, *_PATTERNS), _layers("G", "gated_delta_net")),
+    "delta_net": ((*_VARIANTS, *_PATTERNS), has_delta_net),
     "mamba": (_PATTERNS, _layers("M")),
     "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
     "stock_evaluation": (

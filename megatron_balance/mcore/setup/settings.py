@@ -22,7 +22,7 @@ from megatron_balance.cost.rates import (
     WITHIN_NODE,
     exchange_flops_per_token,
 )
-from megatron_balance.mcore.options import Options, cautions
+from megatron_balance.mcore.options import Options, cautions, has_delta_net
 from megatron_balance.mcore.setup.alignment import bucketed_limits, token_alignment
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
@@ -48,7 +48,8 @@ class Settings:
     """What this package needs to know of a run; equal on all ranks, but for the last three.
 
     Fields that are named as a balance flag have its value. `eval_limits` is None where evaluation is Megatron's own;
-    `policy` names the flags that chose the plans, for people; ranks may name `record` differently.
+    `policy` names the flags that chose the plans, for people; `few_shapes` is that of `pack_microbatch`; ranks may name
+    `record` differently.
     """
 
     topology: Topology
@@ -65,6 +66,7 @@ class Settings:
     log_interval: int = 0
     num_steps: int | None = None
     counts_router_tokens: bool = False
+    few_shapes: bool = True
     policy: str = ""
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
@@ -100,6 +102,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         log_interval=options.get("log_interval") or 0,
         num_steps=options.get("train_iters"),
         counts_router_tokens=_routers_count_tokens(options),
+        few_shapes=not has_delta_net(options),
         policy=policy_of(options),
         resumes=bool(options.get("load") and options.get("iteration")),
         says=(*says, *(f"WARNING: {caution}" for caution in cautions(options))),

@@ -13,7 +13,7 @@ of sequences alone: `cu_seqlens`, `cu_seqlens_padded` and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron_balance.mcore.setup.alignment import filled_tokens
 from megatron_balance.mcore.step.figures import Figures
 from megatron_balance.planner import DataSchedule
 from megatron_balance.samples.packing import pack_microbatch, sequence_starts
-from megatron_balance.samples.sample import Sample, SampleSchema, aligned
+from megatron_balance.samples.sample import Samples, SampleSchema, aligned
 from megatron_balance.topology import Topology
 
 Microbatch = dict[str, Tensor]
@@ -90,8 +90,13 @@ class BalancedStep:
         return cls(replica[cp_rank % len(replica)], replica, StepTotals(**made["totals"]), made["figures"])
 
 
-def slots_of_replica(schedule: DataSchedule, *, dp_rank: int, shape_bucket: int) -> tuple[tuple[Slots, ...], int]:
-    """What each leaf of a data-parallel rank runs, one for all where sizes do not differ; tokens of the whole step."""
+def slots_of_replica(
+    schedule: DataSchedule, *, dp_rank: int, shape_bucket: int
+) -> tuple[tuple[Slots, ...], list[list[NDArray[np.int64]]], int]:
+    """What each leaf of a data-parallel rank runs, one for all where sizes do not differ; tokens of the whole step.
+
+    Between the two the sample ids of each leaf's slots.
+    """
     sizes, dynamic = schedule.cp_size_grid, schedule.topology.dynamic_cp
     tokens = schedule.slot_tokens().reshape(sizes.shape)
     for size in np.unique(sizes[sizes > 0]).tolist():
@@ -99,40 +104,49 @@ def slots_of_replica(schedule: DataSchedule, *, dp_rank: int, shape_bucket: int)
         tokens[here] = filled_tokens(tokens[here], topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
     tokens[sizes == 0] = 0
     width = schedule.topology.cp_size if dynamic else 1
+    leaves = range(dp_rank * width, (dp_rank + 1) * width)
+    ids, places = schedule.sample_ids(), schedule.places()
+    counts = np.bincount(schedule.slot_of, minlength=sizes.size)
+    stops = np.cumsum(counts)
+    of_leaves = [
+        [ids[stops[place] - counts[place] : stops[place]] for place in places[leaf][sizes[leaf] > 0]] for leaf in leaves
+    ]
     replica = tuple(
         Slots(
             sizes[leaf][sizes[leaf] > 0].tolist(),
             tokens[leaf][sizes[leaf] > 0].tolist(),
-            [[length for length in schedule.lengths[[*slot]].tolist() if length] for slot in schedule.ranks[leaf]],
+            [[length for length in schedule.lengths[of_slot].tolist() if length] for of_slot in of_leaf],
         )
-        for leaf in range(dp_rank * width, (dp_rank + 1) * width)
+        for leaf, of_leaf in zip(leaves, of_leaves, strict=True)
     )
-    return replica, int((tokens // np.maximum(sizes, 1) if dynamic else tokens).sum())
+    return replica, of_leaves, int((tokens // np.maximum(sizes, 1) if dynamic else tokens).sum())
 
 
 def pack(
     slots: Slots,
     *,
     topology: Topology,
+    few_shapes: bool,
     pin_memory: bool,
-    samples: Sequence[Sequence[Sample]] | None = None,
+    samples: Sequence[Samples] | None = None,
     schema: SampleSchema | None = None,
 ) -> list[Microbatch]:
     """The micro-batches of a leaf, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
     for slot, (cp_size, num_tokens) in enumerate(zip(slots.cp_sizes, slots.num_tokens, strict=True)):
         sizes: Any = {"token_multiple": topology.at_cp_size(cp_size).token_multiple, "cp_size": cp_size}
+        sizes |= {"num_tokens": num_tokens, "few_shapes": few_shapes}
         if samples is None:
-            packs.append(sequence_starts(slots.sequence_lengths[slot], num_tokens=num_tokens, **sizes))
+            packs.append(sequence_starts(slots.sequence_lengths[slot], **sizes))
         else:
-            packs.append(pack_microbatch(samples[slot], schema=schema, num_tokens=num_tokens, **sizes))
+            packs.append(pack_microbatch(samples[slot], schema=schema, **sizes))
     return pinned(packs) if pin_memory else packs
 
 
 def pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
     """The packs in one block of pinned memory: torch keeps blocks, and a new one may make the device wait."""
     sizes = [aligned(tensor.nbytes) for pack in packs for tensor in pack.values()]
-    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8).pin_memory().split(sizes))
+    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True).split(sizes))
 
     def placed(tensor: Tensor) -> Tensor:
         return next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -140,10 +154,10 @@ def pinned(packs: Sequence[Microbatch]) -> list[Microbatch]:
     return [{name: placed(tensor) for name, tensor in pack.items()} for pack in packs]
 
 
-def checksum(parts: Iterable[Mapping[str, Tensor]]) -> int:
-    """Checksum over tokens and their positions in micro-batches or samples."""
+def checksum(parts: Iterable[Tensor]) -> int:
+    """Checksum over the tokens of these parts, and their places."""
     total = 0
     for part in parts:
-        tokens = part["tokens"].flatten().long()
-        total = 31 * total + int((tokens * torch.arange(1, tokens.numel() + 1)).sum())
+        tokens = part.flatten().long()
+        total = 31 * total + int(torch.dot(tokens, torch.arange(1, tokens.numel() + 1)))
     return total

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,7 @@ from megatron_balance.mcore.step.figures import RunLog, figures_of
 from megatron_balance.mcore.step.packs import BalancedStep, StepTotals, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.planner import DataSchedule, Images
-from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.exchange import rerouted
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -38,7 +39,7 @@ from megatron_balance.runtime.gather import (
     gather_sample_lengths,
 )
 from megatron_balance.samples.packing import check_loss_mask
-from megatron_balance.samples.sample import Sample
+from megatron_balance.samples.sample import Samples
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
 from megatron_balance.topology import Limits
 
@@ -132,7 +133,7 @@ class StepPlanner:
         assert group is not None, "this rank loads data"
         samples = self._samples(fetched, num_items=num_items)
         failure = samples if isinstance(samples, Failure) else None
-        samples = [] if isinstance(samples, Failure) else samples
+        samples = Samples.of([]) if isinstance(samples, Failure) else samples
         try:
             gathered = gather_sample_lengths(
                 samples,
@@ -152,30 +153,34 @@ class StepPlanner:
         planned = time.perf_counter()
         digest = schedule.digest()
         check_same_schedule(digest, group=group)
-        replica, step_tokens = slots_of_replica(schedule, dp_rank=self.dp_rank, shape_bucket=self.settings.shape_bucket)
+        replica, slot_ids, step_tokens = slots_of_replica(
+            schedule, dp_rank=self.dp_rank, shape_bucket=self.settings.shape_bucket
+        )
         if step_tokens > schedule.lengths.sum():  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
         sample_ids, destinations = schedule.copies(cp_rank=self.cp_rank)
-        mine = reroute_samples(
+        ids, mine = rerouted(
             samples,
             sample_ids=sample_ids,
             destinations=destinations,
             gathered=gathered,
             group=group,
         )
-        slots, leaf = (replica[self.cp_rank], self.leaf) if dynamic else (replica[0], self.dp_rank)
+        leaf = self.cp_rank if dynamic else 0
         packs = pack(
-            slots,
+            replica[leaf],
             topology=self.topology,
+            few_shapes=self.settings.few_shapes,
             pin_memory=self.pin_memory,
-            samples=[[mine[sample] for sample in ids] for ids in schedule.ranks[leaf]],
+            samples=[mine.select(np.searchsorted(ids, of_slot)) for of_slot in slot_ids[leaf]],
             schema=gathered.schema,
         )
+        loaded = torch.cat([*samples.columns["tokens"]]) if len(samples) else torch.zeros(0)
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
         figures["plan_seconds"] = planned - plan_started
         figures["exchange_seconds"] = time.perf_counter() - planned + plan_started - started
         return BalancedStep(
-            slots,
+            replica[leaf],
             replica,
             StepTotals.of_schedule(schedule),
             figures,
@@ -183,12 +188,12 @@ class StepPlanner:
             schedule=schedule,
             reported=gathered.reported[:, 1:],
             # Leaves of a replica run different packs, made from what all of them loaded.
-            fingerprint=(digest ^ checksum([one.per_token for one in samples] if dynamic else packs)) & (2**63 - 1),
+            fingerprint=(digest ^ checksum([loaded] if dynamic else (pack["tokens"] for pack in packs))) & (2**63 - 1),
             new_iterator=bool(gathered.reported[:, 0].any()),
             number=number,
         )
 
-    def _samples(self, fetched: Fetched, *, num_items: int) -> list[Sample] | Failure:
+    def _samples(self, fetched: Fetched, *, num_items: int) -> Samples | Failure:
         """Those of this rank, or why it has none."""
         if fetched.ended:
             ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
@@ -211,18 +216,18 @@ class StepPlanner:
         )
 
 
-def split_items(items: Sequence[Any], *, unpad: int | str | None) -> list[Sample] | Failure:
+def split_items(items: Sequence[Any], *, unpad: int | str | None) -> Samples | Failure:
     """The samples of a step's items on the CPU, or a failure that names the item."""
-    samples: list[Sample] = []
+    parts: list[Samples] = []
     for index, item in enumerate(items):
-        of_item = attempt(_split, item, unpad=unpad)
-        if isinstance(of_item, Failure):
-            return replace(of_item, during=f"item {index} of this step")
-        samples.extend(of_item)
-    return samples
+        part = attempt(_split, item, unpad=unpad)
+        if isinstance(part, Failure):
+            return replace(part, during=f"item {index} of this step")
+        parts.append(part)
+    return attempt(Samples.joined, parts)
 
 
-def _split(item: Any, *, unpad: int | str | None) -> list[Sample]:
+def _split(item: Any, *, unpad: int | str | None) -> Samples:
     if not isinstance(item, Mapping):
         raise BalanceError(NOT_PACKED)
     item = with_cu_seqlens({key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()})

@@ -249,7 +249,8 @@ class StepPrefetcher:
         step = BalancedStep.from_text(share(group=self.replica), cp_rank=planner.cp_rank)
         if not planner.loads_data:  # the first of its tensor-parallel group reads for it
             return step
-        starts = pack(step.slots, topology=planner.topology, pin_memory=planner.pin_memory)
+        few_shapes = planner.settings.few_shapes
+        starts = pack(step.slots, topology=planner.topology, few_shapes=few_shapes, pin_memory=planner.pin_memory)
         return replace(step, microbatches=starts)
 
     def _sent(self, made: BalancedStep | Failure) -> BalancedStep:
