@@ -141,7 +141,7 @@ def _older(package: str, oldest: str) -> Callable[[Options], bool]:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
     def is_older(options: Options) -> bool:
-        if "torch" not in sys.modules:  # no run: `compare` plans for another machine, and loads neither
+        if sys.modules.get("torch") is None:  # no run: `compare` plans for another machine, and loads neither
             return False
         from megatron_balance.runtime.process import version_of
 
