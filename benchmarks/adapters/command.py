@@ -1,4 +1,4 @@
-"""Each system's own planning beside its adapter's: one of slime, torchspec, verl, areal, recsys.
+"""Each system's own planning beside its adapter's: one of slime, torchspec, verl, areal, recsys. And R41's ablation.
 
 verl, areal and recsys run in the environments that `scripts/check adapters NAME` makes; slime's own schedule needs a
 checkout. What is known of the other systems stays published.
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.publish import Measured, published, table
 
 TITLE = "Adapters"
-SYSTEMS = ("slime", "torchspec", "verl", "areal", "recsys")
+SYSTEMS = ("ablation", "slime", "torchspec", "verl", "areal", "recsys")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,8 @@
 #   Megatron-LM, 0.19 or later     trains with its pretrain_gpt.py, unedited, stock and balanced, in many layouts
 #   slime                          tests that call the schedule, and again with balancing on in every scenario
 #   miles                          the adapter's tests of its schedule and of its cut, on its own modules
-#   verl, at the wheel's tag       tests of sequence balancing, padding and dispatch, against the pinned wheel
+#   verl                           its tests of sequence balancing and DataProto; the adapter's on it in place of the release
+#   Megatron-Bridge                the adapter's tests on it in place of the release; MEGATRON=DIR for a Megatron that it wants
 #   AReaL, v1.0.4                  tests by tokens and by FLOPs; its redistribution over gloo at 2, 4 and 8 ranks
 #   TorchSpec                      tests of dispatch, fetchers and capacity, for approaches A, B and C
 #   recsys-examples                tests of batches and shufflers at 1 and at 2 ranks over gloo; its pipelines (R22)
@@ -62,18 +63,33 @@ check_slime() {
 
 check_miles() { MILES_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/slime/test_miles_hooks.py "$@"; }
 
+# environment NAME: that of an adapter's tests, with the checkout in place of the release, from a copy: builds write into it.
+environment() {
+    scripts/adapter_env.sh "upstream-$1" "tests/adapters/$1/requirements.txt"
+    local work=$root/build/upstream/$1
+    rm -rf "$work"
+    mkdir -p "$work"
+    cp -r "$checkout" "$work/tree"
+    "$root/.venv-upstream-$1/bin/python" -m pip install --quiet --no-deps "$work/tree"
+}
+
 check_verl() {
-    scripts/adapter_env.sh verl
-    local work
+    environment verl
+    local python=$root/.venv-upstream-verl/bin/python work
+    "$python" -m pytest -q -W default tests/adapters/verl
     work=$(mktemp -d)
     # A copy of the tests alone: beside the checkout's own verl they would import that.
     cp -r "$checkout/tests" "$work/tests"
-    export RAY_USAGE_STATS_ENABLED=0 MEGATRON_BALANCE_VERL="dispatch=yes"
+    export RAY_USAGE_STATS_ENABLED=0 MEGATRON_BALANCE_VERL=1
     cd "$work"
-    "$root/.venv-verl/bin/python" -m pytest -q -p verl_plugin -p no:cacheprovider --import-mode=importlib --noconftest \
-        --rootdir="$work" "$@" tests/utils/test_seqlen_balancing.py \
-        tests/single_controller/test_auto_padding_on_cpu.py tests/single_controller/test_decorator_on_cpu.py \
-        tests/test_protocol_on_cpu.py
+    "$python" -m pytest -q -p verl_plugin -p no:cacheprovider --import-mode=importlib --noconftest \
+        --rootdir="$work" "$@" tests/utils/test_seqlen_balancing.py tests/test_protocol_on_cpu.py
+}
+
+check_bridge() {
+    environment bridge
+    MEGATRON_BALANCE_ANY_VERSION=1 PYTHONPATH=${MEGATRON:+$MEGATRON:}$PYTHONPATH \
+        .venv-upstream-bridge/bin/python -m pytest -q -W default tests/adapters/bridge "$@"
 }
 
 check_areal() {
@@ -154,9 +170,10 @@ megatron pretrain_gpt.py
 slime slime/utils/dp_schedule.py
 miles miles/utils/dp_schedule.py
 verl verl/utils/seqlen_balancing.py
+bridge src/megatron/bridge/training/train.py
 areal areal/__init__.py
 torchspec torchspec/__init__.py
 recsys examples/commons/distributed/batch_shuffler.py
 NAMES
-echo "check upstream: $checkout is none of megatron, slime, miles, verl, areal, torchspec, recsys" >&2
+echo "check upstream: $checkout is none of megatron, slime, miles, verl, bridge, areal, torchspec, recsys" >&2
 exit 2
