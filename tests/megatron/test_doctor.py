@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked import free_port, rank_environment
+from forked import call, free_port, rank_environment, run_forked
 
 from megatron_balance.cli import main
 from megatron_balance.mcore import doctor as checks
@@ -20,6 +20,8 @@ from megatron_balance.mcore import hooks
 
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
+
+BATCH = ("--micro-batch-size", "1", "--global-batch-size", "8")
 
 
 def doctor(capsys: pytest.CaptureFixture[str], flags: str = "") -> tuple[int, list[str]]:
@@ -114,29 +116,55 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
         installed.undo()
 
 
-def on_two_ranks(folder: Path, *, environment: Mapping[str, str]) -> tuple[int, list[str], str]:
+def on_two_ranks(*, environment: Mapping[str, str]) -> tuple[int, list[str], str]:
     """The status and lines of the first rank, and the output of the second, which has other variables."""
     ranks, port = [], free_port()
     for rank in range(2):
         world = rank_environment(rank, num_ranks=2, port=port) | {"LOCAL_WORLD_SIZE": "1"}
         variables = os.environ | world | (environment if rank else {})
         command = [sys.executable, "-m", "megatron_balance", "doctor", "--", *BALANCED.split(), *MODEL.split()]
-        command += ["--micro-batch-size", "1", "--global-batch-size", "8"]
-        out = (folder / f"rank{rank}.txt").open("w+")
-        ranks.append((subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT), out))
-    said = []
-    for process, out in ranks:
-        process.wait(timeout=200)
-        out.seek(0)
-        said.append(out.read())
-    return ranks[0][0].returncode, [line.strip() for line in said[0].splitlines()], said[1]
+        ranks.append(subprocess.Popen([*command, *BATCH], env=variables, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=500)[0] for process in ranks]
+    return ranks[0].returncode, [line.strip() for line in said[0].splitlines()], said[1]
+
+
+@pytest.mark.parametrize(
+    ("place", "several_hosts", "says"),
+    [
+        (("a", "", "10.0.0.1", "eth0", "eth0"), True, ""),
+        (("a", "", "127.0.1.1", "lo", "eth0"), False, ""),
+        (("a", "", "127.0.1.1", "lo", "eth0"), True, "a: gloo would listen on 127.0.1.1 (lo), where no other host"),
+        (("a", "", "", "", ""), True, "a: gloo would listen on no address, where no other host reaches it; set GLOO_"),
+        (
+            ("a", "ib0", "", "", "eth0"),
+            False,
+            "a: GLOO_SOCKET_IFNAME is ib0, which has no address here; set GLOO_SOCKET",
+        ),
+    ],
+)
+def test_a_host_that_others_do_not_reach_is_named(place: tuple[str, ...], several_hosts: bool, says: str) -> None:
+    problem = checks._Place(*place).problem(several_hosts=several_hosts)
+    assert problem.startswith(says)
+    assert bool(problem) == bool(says)
+
+
+def doctor_here(folder: str) -> None:
+    """On two forks of this process, which has imported Megatron."""
+
+    def run_doctor() -> None:
+        import torch
+
+        torch.cuda.is_available = lambda: False  # cpu_shim.py says that there is one
+        sys.exit(main(sys.argv))
+
+    arguments = ["doctor", "--", *BALANCED.split(), *MODEL.split(), *BATCH]
+    run_forked(run_doctor, folder=Path(folder), num_ranks=2, timeout_seconds=200, arguments=arguments)
 
 
 def test_ranks_of_torchrun_meet_and_are_measured(tmp_path: Path) -> None:
-    status, lines, other = on_two_ranks(tmp_path, environment={})
-    assert status == 0, lines
+    call("test_doctor:doctor_here", str(tmp_path))
+    text, other = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
     assert other == ""
-    text = "\n".join(lines)
     assert "ok       all ranks have the same versions and flags" in text
     assert re.search(r"gloo listens on [\d.]+ \(\w+\), GLOO_SOCKET_IFNAME is", text)
     assert re.search(r"a gather takes [\d.]+ ms", text)
@@ -151,7 +179,7 @@ def test_a_rank_of_another_version_and_without_its_interface_is_named(tmp_path: 
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 9.9\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "nowhere0"}
-    status, lines, _ = on_two_ranks(tmp_path, environment=environment)
+    status, lines, _ = on_two_ranks(environment=environment)
     assert status == 1
     differ, nowhere = problems(lines)
     assert "version of transformer-engine is none on rank 0 and 9.9 on rank 1" in differ

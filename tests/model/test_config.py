@@ -137,10 +137,10 @@ def test_parameters_are_checked_against_the_checkpoint_beside_the_file(
 
 
 def test_a_tower_that_is_not_counted_is_said() -> None:
-    text = PRESETS["gemma-3-12b"]
-    shape, warned = read({"model_type": "gemma3", "vision_config": {"depth": 1}, "text_config": text})
-    assert shape == ModelShape.preset("gemma-3-12b")
-    assert "vision or audio tower of model_type 'gemma3' is not counted" in warned[0]
+    for name in ("text_config", "llm_config"):
+        shape, warned = read({"model_type": "gemma3", "vision_config": {"depth": 1}, name: PRESETS["gemma-3-12b"]})
+        assert shape == ModelShape.preset("gemma-3-12b")
+        assert "vision or audio tower of model_type 'gemma3' is not counted" in warned[0]
 
 
 def test_the_encoder_of_qwen3_5_is_that_of_qwen3_vl() -> None:

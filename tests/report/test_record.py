@@ -16,6 +16,7 @@ from recorded_runs import planned_step, run_info, write_record
 from megatron_balance import CostModel, Topology, build_data_schedule
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord, read_record
 from megatron_balance.record.writing import MAX_WAITING
+from megatron_balance.report.figures import time_scale
 
 INFO = run_info(
     Topology(4, cp_size=2, pp_size=2),
@@ -65,6 +66,21 @@ def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
     (step,) = read_record(tmp_path).steps
     np.testing.assert_array_equal(step.costs, schedule.cost_grid)
     assert step.costs.sum() == 1000 + 5 * 85 + 16**2 + 4**2 + 64**2 + 1
+
+
+def test_stock_runs_every_sample_at_the_static_size() -> None:
+    # A sample of 4 tokens waits for what its two ranks exchange, one of 200 hides it; on one rank nothing is exchanged.
+    model, topology = CostModel(linear=10, quadratic=1, cp_exchange=100), Topology(2, cp_size=2, dynamic_cp=True)
+    info = run_info(topology, cost_model=model)
+    given = {"cost_model": model, "topology": topology, "limits": info.limits}
+    schedule = build_data_schedule([4, 200], home_ranks=[0, 1], **given)
+    stock = StepRecord.of_schedule(schedule, iteration=1).stock()
+    assert stock.costs.tolist() == [[10 * 4 + 100 * 4], [10 * 200 + 200**2]]
+
+
+def test_a_stage_takes_its_part_of_the_seconds(tmp_path: Path) -> None:
+    write_record(tmp_path, run_info(Topology(2, pp_size=2), cost_name="seconds"), num_steps=1, measured=False)
+    assert time_scale(read_record(tmp_path)).per_cost * 2 == 1e-18
 
 
 def test_a_killed_run_loses_at_most_its_last_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import numpy as np
 import policy_turns
 import pytest
 import training_run
+from forked import call, run_forked
 from kept_runs import KeptRuns, Run
 from table import ROWS
 from test_matrix import run_of
+from training_run import RunFailed
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
 from megatron_balance.mcore import install
@@ -46,6 +49,7 @@ def test_a_script_gets_its_arguments_its_folder_and_the_hooks(tmp_path: Path) ->
     launched = launch(str(script), "--balance-data", "x")
     command = [sys.executable, str(by_import), "--balance-data", "x"]
     itself = subprocess.run(command, text=True, capture_output=True, timeout=300, check=False)
+    assert "installed" not in launched.stderr, "fault: forty lines of kernels that are not installed"
     for done in (launched, itself):
         said = "__main__ ['--balance-data', 'x'] found megatron.core.pipeline_parallel.schedules"
         assert said in done.stdout, done.stderr
@@ -66,16 +70,28 @@ def test_the_switch_makes_both_ways_in_stock_runs(monkeypatch: pytest.MonkeyPatc
     assert done.stderr.count("MEGATRON_BALANCE=0: Megatron runs without balancing, and ignores its flags.") == 1
 
 
+def launch_here(folder: str, arguments: list[str]) -> None:
+    """In a fork of this process, which has imported Megatron."""
+
+    def run_launcher() -> None:
+        runpy.run_module("megatron_balance.launch", run_name="__main__")
+
+    run_forked(run_launcher, folder=Path(folder), num_ranks=1, timeout_seconds=100, arguments=["launch", *arguments])
+
+
 def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
-    missing = launch("nowhere.py", "--balance-data")
-    flags = launch(str(script), "--balance-by-flops", "--calculate-per-token-loss")
-    assert (missing.returncode, flags.returncode) == (2, 1)
-    assert "there is no script 'nowhere.py'" in missing.stderr
-    assert "Traceback" not in missing.stderr
-    (line,) = flags.stderr.strip().splitlines()  # fault: below forty lines of kernels that are not installed
-    assert line.startswith("megatron_balance: --balance-by-flops is set: nothing")
+    for status, says, arguments in (
+        (2, "there is no script 'nowhere.py'", ["nowhere.py", "--balance-data"]),
+        (1, "\nmegatron_balance: --balance-by-flops is set: nothing", [str(script), "--balance-by-flops"]),
+    ):
+        with pytest.raises(RunFailed) as failure:
+            call("test_launcher:launch_here", str(tmp_path / str(status)), [*arguments, "--calculate-per-token-loss"])
+        said = str(failure.value).rstrip()
+        assert said.startswith(f"rank 0 ended with {status}:")
+        assert says in said
+        assert "Traceback" not in said
 
 
 @pytest.mark.slow
