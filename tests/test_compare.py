@@ -20,7 +20,9 @@ from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
 from megatron_balance.mcore import add_balance_args
+from megatron_balance.planner import Problem
 from megatron_balance.record import read_record
+from megatron_balance.record.step import rows_of
 from megatron_balance.report import run_figures
 
 BATCH = ["--data", "samples", "--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
@@ -432,6 +434,30 @@ def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
     fitted = figures_of(tmp_path, tmp_path / "record", "--cost", tmp_path / "seconds.json")["policies"]["as it ran"]
     slowest = [float(step.costs.sum(axis=1).max()) for step in steps]
     assert fitted["seconds_per_step"] == pytest.approx(np.mean(slowest) * 1e-9, rel=1e-2)
+
+
+def test_stock_of_a_record_fills_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of --sft a sample each; of documents those that lie in rows; where neither is so, samples as they are."""
+    tokens = {"cost_name": "tokens", "cost_model": CostModel.tokens()}
+    arguments = {"num_steps": 2, "num_samples": 48, "measured": False}
+    filled = write_record(tmp_path / "sft", run_info(row_tokens=8000, num_rows=48, **tokens), **arguments)
+    policies = figures_of(tmp_path, tmp_path / "sft")["policies"]
+    assert policies["stock"]["padding"] == pytest.approx(
+        np.mean([1 - step.lengths.sum() / 48 / 8000 for step in filled])
+    )
+    assert "filled up to 8000 tokens" in capsys.readouterr().out
+    assert policies["stock"]["num_microbatches"] == 12
+    write_record(tmp_path / "unknown", run_info(row_tokens=8000, num_rows=7, **tokens), **arguments)
+    assert figures_of(tmp_path, tmp_path / "unknown")["policies"]["stock"]["padding"] == 0
+    documents = Problem.of(
+        [60, 40, 100, 30, 70, 10, 90],
+        home_ranks=[0, 0, 0, 1, 1, 1, 1],
+        cost_model=CostModel.tokens(),
+        topology=Topology(2),
+        limits=Limits(100),
+    )
+    assert rows_of(documents, row_tokens=100, num_rows=4).tolist() == [0, 0, 1, 2, 2, 3, 3]
+    assert rows_of(documents, row_tokens=200, num_rows=4) is None
 
 
 def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def _compare(args: argparse.Namespace) -> bytes:
     batches = _batches(args, record=record, data=data, topology=topology, limits=limits)
     row_tokens = batches[0].row_tokens
     if record is not None:
-        words = STOCKS["padded" if row_tokens else "samples"].format(row_tokens)
-        say(f"Stock: the recorded rows, {words}.", style="bold")
+        words = "as they are" if batches[0].rows is None or not row_tokens else f"filled up to {row_tokens} tokens"
+        say(f"Stock: the recorded rows, {words}, one a micro-batch.", style="bold")
     else:
         say(f"Stock: {STOCKS[kind].format(args.seq_length)}.", style="bold")
     lengths = np.concatenate([batch.segments for batch in batches])

@@ -213,6 +213,8 @@ class Watch:
                 objective=resolve_objective(settings.objective, topology=settings.topology),
                 policy=settings.policy,
                 origin=environment(device_kind()) | rate,
+                row_tokens=settings.row_tokens,
+                num_rows=settings.num_rows,
             )
         part = planner.leaf if settings.topology.dynamic_cp else planner.dp_rank
         return RecordWriter(Path(settings.record or ""), rank=part, info=info, resume=settings.resumes)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.planner import Images, Problem, as_integers, resolve_objective
-from megatron_balance.record.step import StepRecord, unmeasured
+from megatron_balance.record.step import StepRecord, rows_of, unmeasured
 from megatron_balance.topology import Limits, Topology
 
 FORMAT = "megatron_balance record 3"
@@ -67,6 +67,7 @@ class RunInfo:
     policy: str  # the flags that chose it, for people
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])  # hardware, versions, and the attention rate
     row_tokens: int | None = None  # StepRecord.row_tokens of all steps
+    num_rows: int | None = None  # of a step of stock
 
     def line(self) -> dict[str, Any]:
         """The first line of a record."""
@@ -90,7 +91,10 @@ class RunInfo:
             objective=resolve_objective(line["objective"], topology=topology),
             policy=str(line["policy"]),
             origin=origin,
-            row_tokens=None if line.get("row_tokens") is None else check_integer("row_tokens", line["row_tokens"]),
+            **{
+                name: None if line.get(name) is None else check_integer(name, line[name])
+                for name in ("row_tokens", "num_rows")
+            },
         )
 
 
@@ -133,6 +137,8 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     rows = arrays.get("rows")
     if rows is not None and (rows.size != slot_of.size or not np.isin(np.diff(rows, prepend=-1), (0, 1)).all()):
         raise ValueError("rows do not rise from 0 by at most 1")
+    if rows is None and info.row_tokens is not None and info.num_rows is not None:
+        rows = rows_of(problem, row_tokens=info.row_tokens, num_rows=info.num_rows)
     times: dict[str, Any] = {name: float(line[name]) for name in _TIMES}
     if type(iteration) is not int or not all(0 <= value < _MAX_TIME for value in (iteration, *times.values())):
         raise ValueError(f"iteration is {iteration!r}, the times are {times}")

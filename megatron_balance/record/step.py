@@ -34,8 +34,9 @@ class StepRecord(Problem):
         seconds: `[num_rows, num_microbatches]` measured, forward and backward; NaN where it was not, 0 where a leaf
             has no such slot.
         plan_seconds, exchange_seconds, exposed_seconds: spent planning, moving, and waiting for both.
-        rows: `[num_samples]` the row of the data set that each sample lay in, rising from 0; None: each in its own.
-        row_tokens: tokens that stock fills a row up to; None where it runs rows as they are.
+        rows: `[num_samples]` the row of the data set that each sample lay in, rising from 0; None where rows are not
+            known: each in its own, as it is.
+        row_tokens: tokens that stock fills known rows up to; None where it runs them as they are.
     """
 
     iteration: int
@@ -116,8 +117,8 @@ class StepRecord(Problem):
         leaves together.
         """
         topology, dp_size, per_slot = self.topology, self.topology.dp_size, self.limits.micro_batch_size or 1
-        if self.rows is not None or self.row_tokens is not None:
-            return self._in_rows().stock()
+        if self.rows is not None:
+            return self._in_rows(self.rows).stock()
         homes = dealt(self.lengths.size, dp_size=dp_size) if self.home_ranks is None else self.home_ranks
         order, counts = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=dp_size)
         position = np.empty_like(homes)
@@ -137,9 +138,8 @@ class StepRecord(Problem):
             exposed_seconds=0.0,
         )
 
-    def _in_rows(self) -> StepRecord:
+    def _in_rows(self, rows: NDArray[np.int64]) -> StepRecord:
         """The step whose samples are its rows as stock runs them; not placed."""
-        rows = np.arange(self.lengths.size) if self.rows is None else self.rows
         num_rows = int(rows.max(initial=-1)) + 1
         of_rows = np.bincount(rows, self.lengths, num_rows).astype(np.int64)
         segments = np.ones_like(rows) if self.num_segments is None else self.num_segments
@@ -166,6 +166,18 @@ class StepRecord(Problem):
             rows=None,
             row_tokens=None,
         )
+
+
+def rows_of(problem: Problem, *, row_tokens: int, num_rows: int) -> NDArray[np.int64] | None:
+    """`StepRecord.rows` of a training step: a sample each, or documents that fill rows; None where neither is so."""
+    lengths, homes = problem.lengths, problem.home_ranks
+    if lengths.size == num_rows:
+        return np.arange(num_rows)
+    ends = np.cumsum(lengths)
+    rows = (ends - lengths) // row_tokens
+    whole = lengths.size > 0 and (np.bincount(rows, lengths) == row_tokens).all()
+    in_order = homes is not None and (np.diff(homes) >= 0).all()  # so that a rank's rows follow one another
+    return rows if whole and in_order and ends[-1] == num_rows * row_tokens else None
 
 
 def of_problem(problem: Problem) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class Settings:
     counts_router_tokens: bool = False
     few_shapes: bool = True
     policy: str = ""
+    row_tokens: int | None = None
+    num_rows: int | None = None
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
     says: tuple[str, ...] = field(default=(), repr=False)
@@ -104,12 +106,18 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         counts_router_tokens=_routers_count_tokens(options),
         few_shapes=not has_delta_net(options),
         policy=policy_of(options),
+        row_tokens=options.get("seq_length") if _fills_rows(options) else None,
+        num_rows=options.get("global_batch_size"),
         resumes=bool(options.get("load") and options.get("iteration")),
         says=(*says, *(f"WARNING: {caution}" for caution in cautions(options))),
     )
 
 
 _OWN_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "record")
+
+
+def _fills_rows(options: Options) -> bool:
+    return bool(options.get("sft") or options.get("dataloader_inter_document_masking"))
 
 
 def timeout_of(options: Options) -> timedelta:
