@@ -55,6 +55,8 @@ def _imbalance(figures: RunFigures) -> Chart:
             mode="lines+markers" if policy.imbalance.size < 40 else "lines",
             line={"color": COLOURS[name], "dash": "dot" if name == "stock" else "solid", "width": 1.8},
         )
+    # Whole numbers of steps: plotly would halve them where there are few.
+    steps = {"tickformat": ",d", **({"dtick": 1} if len(figures.record.steps) < 13 else {})}
     text = ", ".join(f"{TITLES[name]} {np.nanmean(one.imbalance):.3f}" for name, one in figures.policies.items())
     in_slots = figures.record.info.objective == "microbatch"
     slowest = "The slowest rank's time in each micro-batch, summed," if in_slots else "The busiest rank's time"
@@ -62,7 +64,7 @@ def _imbalance(figures: RunFigures) -> Chart:
         "imbalance",
         "Imbalance over the steps",
         f"{slowest} over the mean rank's; 1 is even. Means over the steps: {text}.",
-        figure.update_layout(yaxis_tickformat=".2f"),
+        figure.update_layout(yaxis_tickformat=".2f", xaxis=steps),
     )
 
 
@@ -70,9 +72,11 @@ def _lengths(figures: RunFigures) -> Chart:
     """Parts of the sequences and of the cost, by the run's first cost model, up to each length."""
     info = figures.record.info
     lengths, counts = np.unique(np.concatenate([step.segments for step in figures.record.steps]), return_counts=True)
-    costs = counts * np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
-    total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(costs)
+    each = np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
+    total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(counts * each)
     half = int(np.searchsorted(costs_up_to, costs_up_to[-1] / 2))
+    # Of several sequences as long as this one, those that reach the half.
+    longest = cumulative[-1] - cumulative[half] + np.ceil((costs_up_to[half] - costs_up_to[-1] / 2) / (each[half] or 1))
     shown = np.unique(np.linspace(0, lengths.size - 1, MAX_POINTS).astype(int))
     figure = _figure(x="tokens of a sequence, at most", y="")
     parts = {"neutral": ("of the sequences", cumulative), "planned": ("of the cost", costs_up_to)}
@@ -86,9 +90,10 @@ def _lengths(figures: RunFigures) -> Chart:
     caption = (
         f"{total:,} sequences: median {lengths[np.searchsorted(cumulative, (total + 1) // 2)]:,}, mean "
         f"{float(lengths @ counts) / total:,.0f}, longest {lengths[-1]:,} tokens. The longest "
-        f"{counts[half:].sum() / total:.1%} of them make up half of the cost."
+        f"{longest / total:.1%} of them make up half of the cost."
     )
-    figure.update_layout(xaxis_type="log", yaxis_tickformat=".0%", hovermode="x unified")
+    axis = {"type": "log", "tickformat": ",d", "dtick": "D2"}  # labels at 1, 2 and 5
+    figure.update_layout(xaxis=axis, yaxis_tickformat=".0%", hovermode="x unified")
     return Chart("lengths", "Lengths and their cost", caption, figure)
 
 
@@ -96,7 +101,7 @@ def _fit(figures: RunFigures) -> Chart:
     """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
     num_points = figures.predictions.shape[1]
     predicted, measured = figures.predictions[:, np.unique(np.linspace(0, num_points - 1, MAX_POINTS).astype(int))]
-    figure = _figure(x="predicted, s", y="measured, s")
+    figure = _figure(x="predicted", y="measured")
     ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
     figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", line={"color": COLOURS["neutral"], "width": 1})
     figure.add_scatter(
@@ -106,7 +111,7 @@ def _fit(figures: RunFigures) -> Chart:
         name="micro-batches",
         marker={"color": COLOURS["measured"], "size": 5, "opacity": 0.7},
     )
-    axis = {"type": "log", "tickformat": "~s", "dtick": "D2"}  # labels at 1, 2 and 5
+    axis = {"type": "log", "tickformat": "~s", "ticksuffix": "s", "dtick": "D2"}
     figure.update_layout(xaxis=axis, yaxis=axis)
     caption = f"Off by {figures.median_error:.1%} (median) over {num_points:,} micro-batches. "
     caption += (

@@ -25,8 +25,11 @@ NONE = "–"
 """A cell without a value."""
 
 
-def write_page(figures: RunFigures, *, out: Path, peak: float | None = None) -> None:
-    """Write the page of a run, with the MFU where the `peak` of a GPU is given, TFLOP/s."""
+def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, speedup: float | None = None) -> None:
+    """Write the page of a run, with the MFU where the `peak` of a GPU is given, TFLOP/s.
+
+    `speedup`: of whole steps over stock ones, where both were measured.
+    """
     try:
         import jinja2
         from markupsafe import Markup
@@ -54,7 +57,8 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None) -> 
         info=figures.record.info,
         stock=stock,
         planned=planned,
-        speed_up=float(stock.times.sum() / planned.times.sum()) if planned.times.any() else 1.0,
+        predicted_speedup=float(stock.times.sum() / planned.times.sum()) if planned.times.any() else 1.0,
+        speedup=speedup,
         columns=[TITLES[name] for name in figures.policies],
         rows=_rows(figures, peak=peak),
         floor=max(step.single_sample_floor for step in planned.metrics),
@@ -97,6 +101,7 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
             lambda one: f"{figures.mfu(one, peak=peak):.1%}".replace("nan%", NONE),
             predicted=False,
         )
+    add("waiting that no plan at these sizes removes", lambda one: f"{one.mean('unavoidable_waiting'):.1%}")
     add("above the lower bound, mean", lambda one: f"{one.mean('over_bound') - 1:+.2%}")
     add("micro-batches of a rank, mean", lambda one: f"{one.mean('num_microbatches'):.1f}")
     add("padding, mean", lambda one: f"{one.mean('padding_fraction'):.2%}")

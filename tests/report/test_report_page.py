@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from recorded_runs import COST_MODEL, run_info, write_record
 
-from megatron_balance import CostModel, Limits, Topology
+from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
+from megatron_balance.record import RecordWriter, RunRecord, StepRecord
+from megatron_balance.report import run_figures
 
 pytest.importorskip("plotly")
 
@@ -43,21 +45,74 @@ def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
         stock.append(costs.reshape(4, -1).sum(axis=1))
         planned.append(step.costs.sum(axis=1))
         measured.append(step.seconds.sum(axis=1))
-    row = re.search(r'<th scope="row">imbalance \(slowest / mean\), mean</th>(.*?)</tr>', page)
-    assert row is not None
     means = [np.mean([over_mean(ranks) for ranks in policy]) for policy in (stock, planned, measured)]
-    assert re.findall(r"<td>(.*?)</td>", row[1]) == [f"{mean:.3f}" for mean in means]
+    assert row_of(page, "imbalance (slowest / mean), mean") == [f"{mean:.3f}" for mean in means]
     speed_up = sum(ranks.max() for ranks in stock) / sum(ranks.max() for ranks in planned)
-    assert f"{speed_up:.2f}×" in page
+    assert f"<h1>Balancing makes forward and backward of these 6 steps at most {speed_up:.2f} times as fast" in page
+    assert re.findall(r'<dd class="value">(.*?)</dd>', page)[0] == f"{speed_up:.2f}×"
+
+
+def row_of(page: str, name: str) -> list[str]:
+    row = re.search(rf'<th scope="row">{re.escape(name)}</th>(.*?)</tr>', page)
+    assert row is not None
+    return re.findall(r"<td>(.*?)</td>", row[1])
+
+
+def test_lengths_that_are_equal_make_up_their_part_of_the_cost(tmp_path: Path) -> None:
+    """Fault: half of the sequences as long as the longest, the usual case of cut data, "make up half of the cost"."""
+    info = run_info(Topology(2), cost_model=CostModel(linear=1))
+    lengths = [100, 300] * 6  # the long ones make up 3/4 of the cost: 4 of 12 sequences make up half of it
+    schedule = build_data_schedule(lengths, cost_model=info.cost_model, topology=info.topology, limits=info.limits)
+    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(StepRecord.of_schedule(schedule, iteration=1))
+    page, _ = report(tmp_path, tmp_path / "record")
+    assert "The longest 33.3% of them make up half of the cost." in page
+
+
+def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
+    """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
+    info = run_info(cost_model=CostModel(linear=1))
+    schedule = build_data_schedule(
+        [900, 100, 100, 100], cost_model=info.cost_model, topology=info.topology, limits=info.limits
+    )
+    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(StepRecord.of_schedule(schedule, iteration=1))
+    page, _ = report(tmp_path, tmp_path / "record")
+    assert row_of(page, "waiting that no plan at these sizes removes") == ["66.7%", "66.7%"]
+    assert row_of(page, "above the lower bound, mean")[1] == "+0.00%"
+    assert "Under stock" not in page
+
+
+def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path: Path) -> None:
+    """1e18 units of cost are a second of the whole model, of which each of two stages takes half."""
+    info = run_info(
+        Topology(1, pp_size=2), cost_model=CostModel(linear=10**15), cost_name="seconds", objective="pipeline"
+    )
+    schedule = build_data_schedule(
+        [1000], cost_model=info.cost_model, topology=info.topology, limits=info.limits, objective="pipeline"
+    )
+    figures = run_figures(RunRecord(info, (StepRecord.of_schedule(schedule, iteration=1),)))
+    (timeline,) = [figures.planned.timeline(0)]
+    np.testing.assert_allclose(timeline.durations, 0.5)
+    assert figures.planned.times[0] == pytest.approx(1.0)  # a micro-batch passes both stages
+
+
+def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path: Path) -> None:
+    """CP 2: what two ranks receive of one another counts as far as attention does not hide it: of the short sample."""
+    cost_model = CostModel(linear=1000, quadratic=1, cp_exchange=1000)
+    info = run_info(Topology(1, cp_size=2, dynamic_cp=True), cost_model=cost_model, limits=Limits(4096))
+    given = {"cost_model": cost_model, "topology": info.topology, "limits": info.limits}
+    step = StepRecord.of_schedule(build_data_schedule([4000, 200], home_ranks=[0, 0], **given), iteration=1)
+    stock = step.stock()
+    long, short = 1000 * 4000 + 4000**2, 1000 * 200 + 1000 * 200
+    assert stock.costs.tolist() == [[long, short]]
+    (one,) = run_figures(RunRecord(info, (step,))).policies["stock"].times.tolist()
+    assert one == pytest.approx((long + short) / 2)
 
 
 def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> None:
     topology, origin = Topology(4, tp_size=2), {"attention_rate": 0.5}
     steps = write_record(tmp_path / "record", run_info(topology, origin=origin), num_steps=3)
     assert main(["report", str(tmp_path / "record"), "--peak", "0.001", "--out", str(tmp_path / "page.html")]) == 0
-    row = re.search(r'<th scope="row">MFU at 0.001 TFLOP/s</th>(.*?)</tr>', (tmp_path / "page.html").read_text())
-    assert row is not None
-    *_, measured = re.findall(r"<td>(.*?)</td>", row[1])
+    *_, measured = row_of((tmp_path / "page.html").read_text(), "MFU at 0.001 TFLOP/s")
     # A squared token counts 1: 0.5 FLOPs at half of the rate.
     write_record(tmp_path / "tokens", run_info(topology, cost_name="tokens"), num_steps=1)
     page, _ = report(tmp_path, tmp_path / "tokens", "--peak", 1)
