@@ -196,7 +196,7 @@ def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["slime", "miles", "torchspec", "verl", "recsys"])
+@pytest.mark.parametrize("name", ["slime", "miles", "torchspec", "nemo_rl", "verl", "recsys"])
 def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
     hosts = f"{{'torch', 'ray', 'torchrec', 'commons', {name!r}}}"
     code = f"import sys, megatron_balance.adapters.{name} as one; print(one.is_installed(), {hosts} & set(sys.modules))"
@@ -204,7 +204,7 @@ def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
     assert done.stdout.split() == ["False", "set()"]
 
 
-@pytest.mark.parametrize("name", ["slime", "torchspec", "verl", "areal"])
+@pytest.mark.parametrize("name", ["slime", "torchspec", "nemo_rl", "verl", "areal"])
 def test_every_option_of_install_is_documented(name):
     """R47, R52, R53."""
     install = importlib.import_module(f"megatron_balance.adapters.{name}").install

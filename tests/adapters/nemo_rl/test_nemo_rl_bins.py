@@ -1,0 +1,145 @@
+"""NeMo-RL: bins of a global batch, dealt to ranks in turn, are a plan's micro-batches.
+
+On a double of its packer, and with NEMO_RL_CHECKOUT (marked `checkout`) on its own packer and its own cut into shards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_balance import BalanceError, CostModel, ModelShape
+from megatron_balance.adapters import nemo_rl
+
+ALGORITHMS, BATCHES = "nemo_rl.data.packing.algorithms", "nemo_rl.distributed.batched_data_dict"
+CAP, RANKS = 16384, 8
+QWEN3_8B = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
+Shard = Callable[[list[int]], list[list[list[int]]]]
+
+
+class Packer:
+    """One sequence after another into the last bin, then as many bins as are asked for."""
+
+    def __init__(self, bin_capacity: int, least: int, multiple: int) -> None:
+        self.bin_capacity, self.least, self.multiple = bin_capacity, least, multiple
+
+    def pack(self, sequence_lengths: list[int]) -> list[list[int]]:
+        bins: list[list[int]] = [[]]
+        for index, length in enumerate(sequence_lengths):
+            if sum(sequence_lengths[other] for other in bins[-1]) + length > self.bin_capacity:
+                bins.append([])
+            bins[-1].append(index)
+        while len(bins) < self.least or len(bins) % self.multiple:
+            longest = max(range(len(bins)), key=lambda at: len(bins[at]))
+            bins.append([bins[longest].pop()])
+        return bins
+
+
+def get_packer(
+    algorithm: str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int = 1,
+    bin_count_multiple: int = 1,
+) -> Packer:
+    return Packer(bin_capacity, min_bin_count, bin_count_multiple)
+
+
+def be_release(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: release if name == "nemo-rl" else version(name))
+
+
+@pytest.fixture(params=["double", pytest.param("checkout", marks=pytest.mark.checkout)])
+def shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
+    """Cuts a global batch of these lengths into the micro-batches of each rank."""
+    be_release(monkeypatch, "0.6.0")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+        monkeypatch.delitem(sys.modules, name)
+    if request.param == "double":
+        packages = ("nemo_rl", "nemo_rl.data", "nemo_rl.data.packing", "nemo_rl.distributed", ALGORITHMS, BATCHES)
+        for name in packages:
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[ALGORITHMS])["get_packer"] = vars(sys.modules[BATCHES])["get_packer"] = get_packer
+    else:
+        monkeypatch.syspath_prepend(os.environ["NEMO_RL_CHECKOUT"])
+    batches = importlib.import_module(BATCHES)
+
+    def by_double(lengths: list[int]) -> list[list[list[int]]]:
+        sizes = {"min_bin_count": RANKS, "bin_count_multiple": RANKS}
+        bins = batches.get_packer(algorithm="any", bin_capacity=CAP, **sizes).pack(sequence_lengths=lengths)
+        return [bins[rank::RANKS] for rank in range(RANKS)]
+
+    def by_checkout(lengths: list[int]) -> list[list[list[int]]]:
+        batch = batches.BatchedDataDict(
+            ids=torch.arange(len(lengths)), lengths=torch.tensor(lengths), input_ids=torch.zeros(len(lengths), 1)
+        )
+        packing = {"algorithm": "modified_first_fit_decreasing", "max_tokens_per_microbatch": CAP}
+        packing |= {"input_key": "input_ids", "input_lengths_key": "lengths", "sequence_length_pad_multiple": 1}
+        shards, order = batch.shard_by_batch_size(shards=RANKS, sequence_packing_args=packing)
+        assert list(chain.from_iterable(shard["ids"].tolist() for shard in shards)) == order
+        return [[part["ids"].tolist()[start:end] for start, end in part.micro_batch_indices[0]] for part in shards]
+
+    yield by_double if request.param == "double" else by_checkout
+    nemo_rl.adapter.undo()
+
+
+def waiting(ranks: list[list[list[int]]], lengths: list[int]) -> float:
+    """The costliest micro-batch of every slot over the mean."""
+    costs = np.array([[sum(QWEN3_8B(lengths[index]) for index in slot) for slot in slots] for slots in ranks])
+    return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
+
+
+def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard) -> None:
+    stock, balanced = [], []
+    for seed in range(8):
+        lengths = np.clip(np.random.default_rng(seed).lognormal(7.5, 1.2, 256), 16, CAP).astype(int).tolist()
+        stock.append(waiting(shard(lengths), lengths))
+        nemo_rl.install(model="Qwen3-8B")
+        ranks = shard(lengths)
+        nemo_rl.adapter.undo()
+        assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(256))
+        assert all(0 < sum(lengths[index] for index in slot) <= CAP for slots in ranks for slot in slots)
+        balanced.append(waiting(ranks, lengths))
+    assert np.mean(balanced) <= 1.01
+    assert np.mean(stock) >= 1.08
+
+
+@pytest.mark.parametrize("lengths", [[9000] * 9, [CAP + 1, *[100] * 15]], ids=["nine bins", "over the cap"])
+def test_what_no_plan_fills_is_nemo_rls(shard: Shard, lengths: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """It refuses them, or packs them in its own way: as without the adapter."""
+
+    def outcome() -> object:
+        get = vars(sys.modules[BATCHES])["get_packer"]
+        sizes = {"bin_capacity": CAP, "min_bin_count": RANKS, "bin_count_multiple": RANKS}
+        try:
+            return get(algorithm="first_fit_decreasing", **sizes).pack(sequence_lengths=lengths)
+        except ValueError as error:
+            return str(error)
+
+    stock = outcome()
+    nemo_rl.install(cost="tokens")
+    assert outcome() == stock
+    assert "NeMo-RL packs them" in caplog.text
+
+
+def test_another_release_is_refused_and_undo_gives_back_the_very_function(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = vars(sys.modules[BATCHES])["get_packer"]
+    nemo_rl.install()
+    assert vars(sys.modules[BATCHES])["get_packer"] is not stock
+    nemo_rl.adapter.undo()
+    assert vars(sys.modules[BATCHES])["get_packer"] is stock
+    be_release(monkeypatch, "0.4.0")
+    with pytest.raises(BalanceError, match=r"nemo-rl is 0\.4\.0.*MEGATRON_BALANCE_ANY_VERSION"):
+        nemo_rl.install()
