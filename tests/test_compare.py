@@ -145,7 +145,6 @@ def test_a_device_has_two_rates(lengths_file: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "at 836 TFLOPS a GPU, attention at 299 (r = 0.36; h100-fp8-nemo-24.03: NVIDIA/NeMo" in printed
     assert "--balance-by-flops --balance-attention-rate 0.36" in printed
-    assert re.search(r"at half or twice that rate, these plans would gain \d\.\d\dx or \d\.\d\dx", printed)
     assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", "600,360") == 0
     assert "--balance-attention-rate" not in capsys.readouterr().out  # what training takes without a flag
     assert compare(lengths_file, *BATCH, "--model", "Qwen3-8B") == 0
@@ -234,7 +233,7 @@ def test_stock_is_what_megatron_runs_or_asked_for(tmp_path: Path, capsys: pytest
     packed.write_text("[100, 50, 300]\n[50]\n" * 8)
     policies = figures_of(tmp_path, packed, *batch, "--seq-length", 400, "--max-tokens-per-gpu", 900)["policies"]
     assert policies["stock"]["padding"] == pytest.approx(1 - 450 / 800)  # 50 of a row are cut
-    assert "8 rows are longer than --seq-length 400 and cut" in capsys.readouterr().out
+    assert "8 rows are longer than --seq-length 400: Megatron cuts them" in capsys.readouterr().out
     documents = ["--data", "documents", "--seq-length", 100]
     assert figures_of(tmp_path, file, *batch, *documents)["advice"]["policy"] == "stock"
     assert "balancing needs --data masked-documents" in capsys.readouterr().out

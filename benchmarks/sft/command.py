@@ -18,7 +18,7 @@ from forked import import_once, train_forked
 from training_run import ALLOWANCES, Recorded, RunFailed, train
 
 from benchmarks.publish import Measured, published, table
-from benchmarks.sft import speed
+from benchmarks.sft import speed, stocks
 from benchmarks.sft.cases import DATA, LAYOUTS, NUM_STEPS, ONE_RANK, SEQ_LENGTH, Case, cases, data_flags
 from benchmarks.sft.data import PretrainData, write_data
 from benchmarks.sft.outcomes import Outcome, Verdict, judge, judge_refusal, last_error
@@ -33,13 +33,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tree", type=Path, help="a copy of the checkout, its dataset helpers built")
     parser.add_argument("--name", required=True, help="of the checkout, for the results")
     parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="runs whose name holds one of these")
+    parser.add_argument("--stocks", action="store_true", help="time each kind of stock, beside what compare predicts")
     parser.add_argument("--speed", action="store_true", help="time --sft, stock and with each flag, instead")
 
 
 def measure(args: argparse.Namespace) -> Measured:
     """Trains, and puts the figures of this checkout beside those of others."""
     known = published("sft")
-    figures: dict[str, Any] = {part: dict(known.get(part, {})) for part in ("speed", "layouts")}
+    figures: dict[str, Any] = {part: dict(known.get(part, {})) for part in ("speed", "stocks", "layouts")}
+    if args.stocks:
+        figures["stocks"][args.name] = measured = _stocks(args.tree)
+        return Measured(figures, raw=measured)
     if args.speed:
         measured = speed.measure_speed(_runner(args.tree))
         figures["speed"][args.name] = measured
@@ -82,6 +86,29 @@ def _runner(tree: Path) -> speed.Runner:
         return train(folder / "run", every, environment=script, **ranks)
 
     return run
+
+
+def _stocks(tree: Path) -> dict[str, Any]:
+    import_once(also=("pretrain_gpt",))
+    folder = tree.parent / "stocks"
+    shutil.rmtree(folder, ignore_errors=True)
+    data = {
+        kind: write_data(folder / f"data {kind}", seq_length=stocks.SEQ_LENGTH, in_a_row=in_a_row)
+        for kind, in_a_row in stocks.KINDS.items()
+    }
+
+    def run(kind: str, flags: Sequence[str]) -> Recorded:
+        of_data = data_flags(DATA[1] if kind == "masked-documents" else DATA[0], data[kind])
+        script: dict[str, Any] = {"TRAINING_SCRIPT": str(tree / "pretrain_gpt.py")}
+        limits: dict[str, Any] = {"num_ranks": stocks.NUM_RANKS, "timeout_seconds": TIMEOUT_SECONDS}
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        return train_forked(folder / "run", [*of_data, *flags], environment=script, **limits)
+
+    def lengths(kind: str) -> str:
+        paths = data[kind]
+        return str(paths.documents if kind == "masked-documents" else paths.conversations.with_name("lengths.jsonl"))
+
+    return stocks.measure_stocks(run, lengths=lengths, folder=folder)
 
 
 @dataclass
@@ -150,6 +177,14 @@ library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the 
 
 {speeds}
 
+### Gains over each stock
+
+{stocks.NUM_RUNS} runs of a GPT of two layers on {stocks.NUM_RANKS} CPU ranks, {stocks.GLOBAL_BATCH_SIZE} rows of
+{stocks.SEQ_LENGTH} tokens a step: CPU seconds of the busiest rank in a whole step, stock over balanced (`--balance-by-flops`), beside what
+`compare` predicts from the lengths and the seconds fitted to the first run.
+
+{_stocks_table(figures.get("stocks", {}))}
+
 ### Layouts
 
 A tiny model on CPU ranks over gloo trains {NUM_STEPS} steps from one set of weights, stock and balanced by FLOPs.
@@ -158,6 +193,15 @@ A cell is the largest relative difference of a step's loss and of its gradient n
 *1*: against one rank, because stock fails in this layout.
 
 {_layouts(figures["layouts"])}"""
+
+
+def _stocks_table(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [
+        (checkout, kind, f"{row['predicted']:.3f}×", f"{row['measured']:.3f}×", f"{row['below']:.1%}")
+        for checkout, kinds in of_checkouts.items()
+        for kind, row in kinds.items()
+    ]
+    return table("checkout | stock | predicted | measured, median | below", rows)
 
 
 def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:

@@ -43,13 +43,18 @@ class PretrainData:
     padded: Path
 
 
-def write_data(folder: Path, *, seq_length: int, whole: bool = False) -> PretrainData:
-    """Write all data of a check into a folder; megatron.core must be importable."""
+def write_data(
+    folder: Path, *, seq_length: int, whole: bool = False, in_a_row: Sequence[int] = CONVERSATIONS_IN_A_ROW
+) -> PretrainData:
+    """Write all data of a check into a folder; megatron.core must be importable. Whole samples have rows of their own.
+
+    `lengths.jsonl` has the tokens of every conversation, a row a line.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = (folder / name for name in ("conversations.jsonl", "tokenizer", "documents", "padded"))
     data = PretrainData(*paths)
     samples = _samples(whole=whole)
-    _write_conversations(data.conversations, samples=samples, in_a_row=(1,) if whole else CONVERSATIONS_IN_A_ROW)
+    _write_conversations(data.conversations, samples=samples, in_a_row=(1,) if whole else in_a_row)
     _write_tokenizer(data.tokenizer)
     _write_documents(data.documents, samples=samples)
     _write_documents(data.padded, samples=samples, pad_to=seq_length)
@@ -71,18 +76,25 @@ def _samples(*, whole: bool) -> list[PromptResponse]:
 def _write_conversations(path: Path, *, samples: Sequence[PromptResponse], in_a_row: Sequence[int]) -> None:
     """A system message begins a conversation; SFTDataset makes each a sequence of its row."""
     conversations = iter([_conversation(sample) for sample in samples])
-    with path.open("w", encoding="utf-8") as out:
+    with path.open("w", encoding="utf-8") as out, path.with_name("lengths.jsonl").open("w") as lengths:
         for num_conversations in itertools.cycle(in_a_row):
             row = list(itertools.islice(conversations, num_conversations))
             if not row:
                 return
-            out.write(json.dumps({"messages": list(itertools.chain.from_iterable(row))}) + "\n")
+            messages = [list(conversation) for conversation in row]
+            out.write(json.dumps({"messages": list(itertools.chain.from_iterable(messages))}) + "\n")
+            lengths.write(json.dumps([sum(map(_num_tokens, of_one)) for of_one in messages]) + "\n")
 
 
 def _conversation(sample: PromptResponse) -> Iterator[dict[str, str]]:
     yield {"role": "system", "content": "Continue."}
     yield {"role": "user", "content": sample.prompt.decode(errors="replace")}
     yield {"role": "assistant", "content": sample.response.decode(errors="replace")}
+
+
+def _num_tokens(message: dict[str, str]) -> int:
+    """As `_TEMPLATE` and the tokenizer have it: a token a byte, and the end."""
+    return len(f"{message['role']}\n{message['content']}".encode()) + 1
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -10,35 +10,28 @@ import argparse
 import contextlib
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cli.costs import Costs
+from megatron_balance.cli.data import MAX_SAMPLES, batches_of_rows, rows_to_plan
 from megatron_balance.cli.flags import STANDARD_OUTPUT, count, integer, output_file
 from megatron_balance.cli.policies import Policy, PolicyResult, Question, measured_outside, recommend
 from megatron_balance.cli.screen import in_a_line, print_table, progress, say
-from megatron_balance.cost.model import MICROBATCH_TOKENS, CostModel
+from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import (
-    MAX_LENGTHS,
     MEGATRON_SEED,
     STOCKS,
     SYNTHETIC_LENGTHS,
-    Rows,
-    StockRows,
-    read_rows,
-    stock_rows,
-    synthetic_lengths,
 )
 from megatron_balance.model.hf_config import PRESETS
-from megatron_balance.planner import Problem, resolve_objective
 from megatron_balance.record import (
     MAX_GPUS,
     MAX_STAGES,
@@ -52,9 +45,7 @@ from megatron_balance.record import (
 from megatron_balance.record.step import dealt
 from megatron_balance.topology import Limits, Topology
 
-MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
 FEW_TOKENS = 10  # on average, below which the lengths are doubted
-SYNTHETIC_STEPS = 10  # global batches of `synthetic:NAME` without N and --steps
 
 _EPILOG = f"""\
 lengths, in the order of training:
@@ -133,7 +124,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
         ),
     },
     "output": {
-        "--policy": (str, "NAME", "show this policy's plan: its first step"),
+        "--policy": (str, "NAME", "its plan, in place of the recommended one, goes to --json"),
         "--json": (
             output_file,
             "OUT",
@@ -177,12 +168,10 @@ def _compare(args: argparse.Namespace) -> bytes:
     costs = Costs(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
-    data = None if record is not None else _stock_rows(args)
-    kind = "samples" if data is None else data.kind
-    options = {"padded": {"sft": True}, "packed": {"sft": True}}.get(kind, {})
-    if kind == "masked-documents":
-        options = {"dataloader_inter_document_masking": True}
-    question = Question(costs, topology, limits, script_flags=args.script_flags, data_options=options)
+    kind, rows = ("samples", None) if record is not None else rows_to_plan(args)
+    option = {"padded": "sft", "packed": "sft", "masked-documents": "dataloader_inter_document_masking"}.get(kind)
+    of_data = {} if option is None else {option: True}
+    question = Question(costs, topology, limits, script_flags=args.script_flags, data_options=of_data)
     policies, reasons = question.policies()
     if kind == "documents":
         policies = policies[:1]
@@ -195,7 +184,13 @@ def _compare(args: argparse.Namespace) -> bytes:
             f"--policy is {args.policy!r}: it must be one of {', '.join(names)}. --model adds policies by FLOPs, "
             "--cost seconds.json the calibrated one."
         )
-    batches = _batches(args, record=record, data=data, topology=topology, limits=limits)
+    if record is None:
+        assert rows is not None
+        batches = batches_of_rows(args, stock=rows, topology=topology, limits=limits)
+        if rows.num_cut:
+            reasons.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")
+    else:
+        batches = _batches_of_record(record, steps=args.steps, dp_size=topology.dp_size)
     row_tokens = batches[0].row_tokens
     if record is not None:
         words = "as they are" if batches[0].rows is None or not row_tokens else f"filled up to {row_tokens} tokens"
@@ -208,10 +203,6 @@ def _compare(args: argparse.Namespace) -> bytes:
         f"{lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: "
         f"{costs.text(topology)}."
     )
-    if data is not None and data.stock.num_cut:
-        reasons.append(
-            f"{data.stock.num_cut} rows are longer than --seq-length {args.seq_length} and cut, as by Megatron."
-        )
     if kind != "documents" and (lengths.mean() < FEW_TOKENS or (lengths.size > 1 and lengths.min() == lengths.max())):
         reasons.append(
             f"the lengths are {lengths.min()} to {lengths.max()} tokens: if that surprises you, see what was counted "
@@ -243,12 +234,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     say(f"Recommendation, predicted by {'seconds' if timed else costs.name}: {advised.policy.name}", style="bold")
     for sentence in sentences:
         say(f"  {sentence}")
-    if costs.rates is not None and advised is not stock:
-        gains = [_gain(question, advised, stock=stock, factor=factor) for factor in (0.5, 2.0)]
-        say("  If attention ran at half or twice that rate, these plans would gain {:.2f}x or {:.2f}x.".format(*gains))
     chosen = advised if args.policy is None else results[names.index(args.policy)]
-    if args.policy is not None:
-        _print_plan(chosen)
     if args.json is not None:
         say(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
     command = "" if advised is stock else question.command(advised.policy)
@@ -257,21 +243,10 @@ def _compare(args: argparse.Namespace) -> bytes:
     return b"".join(map(text_of, (chosen.setting.line(), *map(line_of, chosen.steps), *shown, advice)))
 
 
-def _gain(question: Question, planned: PolicyResult, *, stock: PolicyResult, factor: float) -> float:
-    """Speed-up over stock of plans as they are, where attention runs at a multiple of the device's rate."""
-    question = replace(question, costs=replace(question.costs, attention_factor=factor))
-    before, after = (question.judge(each.policy, each.steps) for each in (stock, planned))
-    return after.speedup(before)
-
-
 def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
     """Those of the flags, else of the record; a flag that has no place here, or is missing, is told before any work."""
-    wrong = (
-        ["global_batch_size", "dp_size"]
-        if record is None
-        else ["global_batch_size", "key", "shuffle", "data", "seq_length"]
-    )
-    wrong = [name for name in wrong if (getattr(args, name) is None) == (record is None)]
+    others = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length")
+    wrong = [name for name in ("global_batch_size", *others) if (getattr(args, name) is None) == (record is None)]
     if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
         wrong.append("max_tokens_per_gpu")
     if wrong:
@@ -309,82 +284,8 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
     return topology, Limits(cap)
 
 
-class _Data(NamedTuple):
-    """Rows of stock, of a kind of STOCKS, and the name of what they were read from."""
-
-    kind: str
-    stock: StockRows
-
-
-def _stock_rows(args: argparse.Namespace) -> _Data:
-    """The rows of stock that are planned, as far as the file goes."""
-    if args.data not in (None, *STOCKS):
-        raise BalanceError(f"--data is {args.data!r}: it must be one of {', '.join(STOCKS)}.")
-    size, documents = args.global_batch_size, args.data in ("documents", "masked-documents")
-    most = (args.steps or max(MAX_SAMPLES // size, 1)) * size
-    rows, of_index = _rows(args, most=None if documents or args.shuffle is not None else most + 1)
-    kind = args.data
-    if kind is None and args.seq_length is not None and not of_index:
-        kind = "padded" if rows.counts is None else "packed"
-    if kind is None:
-        choice = "documents or masked-documents" if of_index else "samples, or --seq-length N for the rows of --sft"
-        raise BalanceError(
-            f"{in_a_line(args.lengths)} does not say what stock trains on: give --data {choice} (compare --help)."
-        )
-    if (kind == "samples") != (args.seq_length is None):
-        remedy = "leave out --seq-length" if kind == "samples" else "give Megatron's --seq-length, the tokens of a row"
-        raise BalanceError(f"--data is {kind}: {remedy}.")
-    if args.seq_length is None:
-        return _Data(kind, StockRows(rows))
-    seed = MEGATRON_SEED if args.shuffle is None else args.shuffle
-    multiple = 1 if args.cp_size in (None, 1) else 2 * args.cp_size
-    sizes = {"seq_length": args.seq_length, "most": most + 1, "multiple": multiple}
-    return _Data(kind, stock_rows(rows, kind=kind, seed=seed, **sizes))
-
-
-def _rows(args: argparse.Namespace, *, most: int | None) -> tuple[Rows, bool]:
-    """Rows of LENGTHS in the order of training, at most so many; and whether they are a Megatron data set's."""
-    kind, *names = args.lengths.split(":")
-    of_index = False
-    if kind != "synthetic" or not names:
-        with progress(f"reading {in_a_line(args.lengths, most=40)}") as show:
-            of_index = not args.lengths.endswith((".npy", ".npz")) and _is_index(args.lengths)
-            rows = read_rows(args.lengths, key=args.key, most=None if of_index else most, progress=show)
-    elif args.key is not None:
-        raise BalanceError(f"--key is {args.key!r} and LENGTHS is {args.lengths!r}, which has no columns: drop --key.")
-    elif len(names) > 3 or not all(number.isdecimal() and len(number) < 20 for number in names[1:]):
-        raise BalanceError(f"LENGTHS is {args.lengths!r}: it must be synthetic:NAME, :NAME:N or :NAME:N:SEED.")
-    else:
-        drawn = (args.steps or SYNTHETIC_STEPS) * args.global_batch_size
-        num_samples, seed = map(int, [*names[1:], *(drawn, 0)[len(names) - 1 :]])
-        if num_samples > MAX_LENGTHS:
-            raise BalanceError(f"LENGTHS is {args.lengths!r}: at most {MAX_LENGTHS} samples are drawn.")
-        num_samples = num_samples if most is None else min(num_samples, most)
-        rows = Rows(synthetic_lengths(names[0], num_samples=num_samples, seed=seed))
-    if args.shuffle is not None and not of_index and args.data not in ("documents", "masked-documents"):
-        order = np.random.default_rng(args.shuffle).permutation(
-            rows.counts.size if rows.counts is not None else rows.lengths.size
-        )
-        if rows.counts is None:
-            rows = Rows(rows.lengths[order])
-        else:
-            parts = np.split(rows.lengths, np.cumsum(rows.counts)[:-1])
-            rows = Rows(np.concatenate([parts[row] for row in order.tolist()]), rows.counts[order])
-    return rows, of_index
-
-
-def _is_index(path: str) -> bool:
-    return path.lower().endswith(".idx") or (not Path(path).suffix and Path(f"{path}.idx").is_file())
-
-
-def _batches(
-    args: argparse.Namespace, *, record: RunRecord | None, data: _Data | None, topology: Topology, limits: Limits
-) -> Sequence[StepRecord]:
-    """The global batches to plan, in the order of training, without an incomplete last one, as in Megatron."""
-    dp_size, steps = topology.dp_size, args.steps
-    if data is not None:
-        return _batches_of_rows(args, stock=data.stock, topology=topology, limits=limits)
-    assert record is not None
+def _batches_of_record(record: RunRecord, *, steps: int | None, dp_size: int) -> Sequence[StepRecord]:
+    """The steps of a record that are planned."""
     batches = [step for step in record.steps if step.lengths.size]
     if record.info.topology.dp_size != dp_size:
         batches = [replace(batch, home_ranks=_homes(batch, dp_size=dp_size)) for batch in batches]
@@ -402,37 +303,6 @@ def _homes(batch: StepRecord, *, dp_size: int) -> NDArray[np.int64]:
     """The rank that loads each sample: that of its row."""
     rows = np.arange(batch.lengths.size) if batch.rows is None else batch.rows
     return dealt(int(rows.max()) + 1, dp_size=dp_size)[rows]
-
-
-def _batches_of_rows(
-    args: argparse.Namespace, *, stock: StockRows, topology: Topology, limits: Limits
-) -> Sequence[StepRecord]:
-    """Whole global batches of rows, and a line where the file holds more than are planned."""
-    size, lengths = args.global_batch_size, stock.rows.lengths
-    counts = np.ones(lengths.size, np.int64) if stock.rows.counts is None else stock.rows.counts
-    num_rows, steps = counts.size, args.steps or max(MAX_SAMPLES // args.global_batch_size, 1)
-    if args.steps is None:
-        if num_rows > steps * size:
-            say(f"Planning the first {steps} steps (--steps for more).")
-        steps = min(steps, max(num_rows // size, 1))
-    if num_rows < steps * size:
-        what = f"{steps} steps of --global-batch-size {size} need {steps * size} rows"
-        raise BalanceError(f"{what}, but there are {num_rows}: lower {'it' if args.steps is None else 'one of them'}.")
-    objective, ends = resolve_objective("auto", topology=topology), np.concatenate([[0], np.cumsum(counts)])
-    batches: list[StepRecord] = []
-    for step in range(steps):
-        of_rows = counts[step * size : (step + 1) * size]
-        rows = np.repeat(np.arange(size), of_rows)
-        problem = Problem.of(
-            lengths[ends[step * size] : ends[(step + 1) * size]],
-            home_ranks=dealt(size, dp_size=topology.dp_size)[rows],
-            cost_model=CostModel.tokens(),
-            topology=topology,
-            limits=limits,
-            objective=objective,
-        )
-        batches.append(StepRecord.as_loaded(problem, iteration=step + 1, rows=rows, row_tokens=stock.row_tokens))
-    return batches
 
 
 _COLUMNS = {
@@ -459,18 +329,3 @@ def _print_policies(shown: Sequence[dict[str, Any]], *, timed: bool, advised: st
     width = max(len(one["name"]) for one in shown)
     if len(shown) > 1:
         say("\n  ".join(["Flags:", *(f"{one['name']:<{width}}  {one['flags']}" for one in shown[1:])]))
-
-
-def _print_plan(result: PolicyResult) -> None:
-    """Print the ranks of the first step: how many micro-batches of each context-parallel size, and what is in them."""
-    step = result.steps[0]
-    costs = step.costs.sum(axis=1)
-    rows: list[list[object]] = []
-    for rank, slots in enumerate(step.samples()):
-        held = step.lengths[[sample for slot in slots for sample in slot]]
-        sizes = Counter(size for size, slot in zip(step.cp_size_grid[rank].tolist(), slots, strict=True) if slot)
-        of_sizes = " ".join(f"{count}x{size}" for size, count in sorted(sizes.items()))
-        over_mean = f"{costs[rank] / max(costs.mean(), 1e-300):.3f}"
-        rows.append([rank, of_sizes, held.size, held.sum(), held.max(initial=0), over_mean])
-    say(f"Step 1 under {result.policy.name}:")
-    print_table(["rank", "micro-batches x CP", "samples", "tokens", "longest", "cost over mean"], rows)

@@ -48,7 +48,6 @@ class Costs:
     device: str | None
     record: RunRecord | None
     max_tokens_per_gpu: int  # of a full pack
-    attention_factor: float = 1.0  # on the rate of attention, to see what depends on it
 
     @cached_property
     def rates(self) -> tuple[float, float, str] | None:
@@ -114,7 +113,7 @@ class Costs:
                 model=self.shape,
                 ep_size=topology.ep_size,
                 model_parallel_size=ranks_of_sample(topology),
-                attention_rate=self.attention_rate * self.attention_factor,
+                attention_rate=self.attention_rate,
                 pack_tokens=packed,
             )
         else:

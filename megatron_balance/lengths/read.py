@@ -46,10 +46,21 @@ Progress = Callable[[int], None]
 
 
 class Rows(NamedTuple):
-    """Rows of a data set: `[num_sequences]` tokens of every sequence, and sequences of each row; None: one each."""
+    """Rows of a data set: `[num_sequences]` tokens of every sequence, and `[num_rows]` sequences of each row."""
 
     lengths: NDArray[np.int64]
-    counts: NDArray[np.int64] | None = None
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of_samples(cls, lengths: NDArray[np.int64]) -> Rows:
+        """A row for each sample."""
+        return cls(lengths, np.ones(lengths.size, dtype=np.int64))
+
+    def taken(self, order: NDArray[np.int64]) -> Rows:
+        """Rows in another order."""
+        first, counts = (np.cumsum(self.counts) - self.counts)[order], self.counts[order]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Rows(self.lengths[np.repeat(first, counts) + within], counts)
 
 
 class _Block(NamedTuple):
@@ -138,8 +149,7 @@ def _collected(file: Path, blocks: Iterator[_Block], *, most: int | None, progre
             break
     if not total:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
-    lengths, of_rows = np.concatenate(parts), np.concatenate(counts)
-    return Rows(lengths, None if (of_rows == 1).all() else of_rows)
+    return Rows(np.concatenate(parts), np.concatenate(counts))
 
 
 def _checked(file: Path, block: _Block) -> NDArray[np.int64]:

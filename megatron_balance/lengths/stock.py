@@ -76,7 +76,7 @@ def _joined(rows: Rows, *, seq_length: int, seed: int, most: int, masked: bool) 
     generator.shuffle(of_rows)
     starts = of_rows[:most].astype(np.int64) * seq_length
     if not masked:
-        return Rows(np.full(starts.size, seq_length))
+        return Rows.of_samples(np.full(starts.size, seq_length))
     first, last = np.searchsorted(ends, starts, "right"), np.searchsorted(ends, starts + seq_length, "left")
     parts = [
         np.diff([start, *ends[low:high], start + seq_length])
@@ -88,8 +88,7 @@ def _joined(rows: Rows, *, seq_length: int, seed: int, most: int, masked: bool) 
 
 def _filled(rows: Rows, *, seq_length: int, multiple: int) -> StockRows:
     """Rows of SFTDataset: what does not fit is cut, and samples behind it are left out."""
-    counts = np.ones(rows.lengths.size, np.int64) if rows.counts is None else rows.counts
-    padded = -(-rows.lengths // multiple) * multiple
+    counts, padded = rows.counts, -(-rows.lengths // multiple) * multiple
     row_of, ends = np.repeat(np.arange(counts.size), counts), np.cumsum(padded)
     before = np.concatenate([[0], ends])[np.cumsum(counts) - counts]  # tokens in front of each row
     starts = np.minimum(ends - padded - before[row_of], seq_length)
@@ -97,4 +96,4 @@ def _filled(rows: Rows, *, seq_length: int, multiple: int) -> StockRows:
     is_kept = (kept > 0) | (rows.lengths == 0)
     num_cut = int((np.bincount(row_of, rows.lengths, counts.size) > seq_length).sum())
     left = np.bincount(row_of[is_kept], minlength=counts.size)
-    return StockRows(Rows(kept[is_kept], None if rows.counts is None else left), seq_length, num_cut)
+    return StockRows(Rows(kept[is_kept], left), seq_length, num_cut)

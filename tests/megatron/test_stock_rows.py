@@ -56,8 +56,7 @@ def figures(rows: list[tuple[int, list[int]]]) -> np.ndarray:
 
 def of_compare(stock: StockRows, *, cp_size: int = 1) -> np.ndarray:
     """The same by the step that `compare` judges as stock."""
-    counts = np.ones(stock.rows.lengths.size, int) if stock.rows.counts is None else stock.rows.counts
-    rows = np.repeat(np.arange(counts.size), counts)
+    rows = np.repeat(np.arange(stock.rows.counts.size), stock.rows.counts)
     shared = {
         "cost_model": CostModel(quadratic=1),
         "topology": Topology(1, cp_size=cp_size),
