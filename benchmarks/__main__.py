@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.publish import filled, made_by, publish, rounded, write_raw
 
 BENCHMARKS = {
+    "quickstart": "benchmarks.quickstart",
     "planner": "benchmarks.planner.command",
     "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",

@@ -152,7 +152,8 @@ def test_the_adapters_page_names_what_exists() -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     """On a code host and on the site: on both the anchor of a heading must be the same."""
-    for link in re.findall(r"\]\(((?!https?://)[^)\s]+)\)", without_code(page)):
+    in_tags = r'src(?:set)?="((?!https?://)[^"]+)"'
+    for link in re.findall(r"\]\(((?!https?://)[^)\s]+)\)", text := without_code(page)) + re.findall(in_tags, text):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), f"{link} leads nowhere"
