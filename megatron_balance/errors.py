@@ -1,4 +1,4 @@
-"""The one error class users meet, and the check of sizes that all classes and functions share."""
+"""The error class that users meet, and the check of sizes that all classes and functions share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class BalanceError(ValueError):
     It is raised before training starts and on every rank: the inputs it concerns are the same
     everywhere.
     """
+
+
+class RefusedError(BalanceError):
+    """Flags that do not go together, found while they are parsed: the launchers print the message alone."""
 
 
 def check_integer(name: str, value: object, *, least: int = 1) -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, RefusedError
 
 
 def check_not_started(actor_class: Any) -> None:
@@ -37,7 +37,8 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
         command: the module that was run, where it is not the adapter.
 
     Raises:
-        SystemExit: there is no such script, the host cannot be hooked, or the target raised a BalanceError.
+        SystemExit: there is no such script, the host cannot be hooked, or flags are refused while they are parsed. The
+            target's other errors pass as they are.
     """
     install = importlib.import_module(adapter).install
     parser = argparse.ArgumentParser(
@@ -68,9 +69,12 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
         sys.path[0] = str(Path(target).resolve().parent)
     try:
         install(**{name: getattr(flags, name) for name in options})
+    except BalanceError as error:
+        raise SystemExit(f"megatron_balance: {error}") from error
+    try:
         if as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except BalanceError as error:
+    except RefusedError as error:
         raise SystemExit(f"megatron_balance: {error}") from error

@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, RefusedError
 from megatron_balance.hooking import is_off
 from megatron_balance.mcore.options import CAUTIONS, cautions, messages, problems
 from megatron_balance.planner import OBJECTIVES
@@ -165,7 +165,7 @@ def _rate(text: str) -> float:
 def refuse(options: Mapping[str, Any]) -> None:
     """Raise the first refusal of these options (`options/`)."""
     for problem in problems(options):
-        raise BalanceError(problem)
+        raise RefusedError(problem)
 
 
 def parse_flags(flags: Sequence[str], *, of_megatron: bool = False) -> tuple[argparse.Namespace, list[str]]:

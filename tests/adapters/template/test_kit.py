@@ -196,6 +196,31 @@ def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path
     assert "Traceback" not in done.stderr
 
 
+FAILS = """
+import sys
+from megatron_balance import BalanceError
+def load():
+    raise OSError(5, "the disk is gone")
+stock = sys.excepthook
+sys.excepthook = lambda *error: (print("reported", error[0].__name__), stock(*error))
+try:
+    load()
+except OSError as error:
+    raise BalanceError("rank 3 cannot go on") from error
+"""
+
+
+def test_an_error_of_the_script_keeps_its_traceback_and_its_cause(tmp_path):
+    (tmp_path / "host.py").write_text(HOST)
+    (tmp_path / "train.py").write_text(FAILS)
+    command = [sys.executable, "-c", "from megatron_balance.adapters.kit import launch; launch('host')", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "reported BalanceError" in done.stdout
+    assert 'train.py", line 5, in load' in done.stderr
+    assert done.stderr.rstrip().endswith("BalanceError: rank 3 cannot go on")
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("name", ["slime", "miles", "torchspec", "nemo_rl", "verl", "recsys"])
 def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
     hosts = f"{{'torch', 'ray', 'torchrec', 'commons', {name!r}}}"
