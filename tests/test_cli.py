@@ -134,3 +134,6 @@ def test_doctor_without_torch_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert re.fullmatch(r"megatron-balance: torch does not load .*pip install '.\[megatron\]' .*\n", done.stderr)
+    code = "import sys; sys.modules['torch'] = None; from megatron_balance.launch import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert re.fullmatch(r"megatron_balance: megatron_balance.mcore needs what it balances .*torch.*\n", done.stderr)

@@ -40,7 +40,10 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
         SystemExit: there is no such script, the host cannot be hooked, or flags are refused while they are parsed. The
             target's other errors pass as they are.
     """
-    install = importlib.import_module(adapter).install
+    try:
+        install = importlib.import_module(adapter).install
+    except ImportError as error:
+        raise SystemExit(f"megatron_balance: {adapter} needs what it balances in this environment: {error}.") from error
     parser = argparse.ArgumentParser(
         prog=f"python -m {command or adapter}", add_help=module is None, allow_abbrev=False
     )
