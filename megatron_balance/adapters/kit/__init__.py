@@ -2,7 +2,7 @@
 
 `Adapter` installs a checked table of hooks once and undoes it; `launch` is the command that runs a script unedited with
 it in place. `split_rollout` and `even_parts` plan the steps of a rollout batch and rows on ranks. `kit.ranks`, which
-needs torch, packs rows alike on all ranks and moves them. `tests/adapters/template` has an adapter to copy.
+needs torch, packs rows alike on all ranks and moves them. `adapters/template.py` is an adapter to copy. Provisional.
 """
 
 from megatron_balance.adapters.kit.installing import check_not_started, launch

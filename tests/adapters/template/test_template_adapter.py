@@ -5,11 +5,11 @@ import importlib.metadata
 import pytest
 import torch
 import torch.distributed as dist
-import toy_balance
 import toy_host
 from gloo_ranks import run_ranks
 
 from megatron_balance import BalanceError
+from megatron_balance.adapters import template
 
 LENGTHS = ([16, 15, 14, 13], [1, 2, 3, 4])
 CAP = 20
@@ -17,7 +17,7 @@ CAP = 20
 
 def run_rank() -> list[list[list[int]]]:
     """The tokens of each micro-batch of this rank."""
-    toy_balance.install(max_tokens=CAP)
+    template.install(max_tokens=CAP)
     loader = toy_host.Loader([torch.full((length,), length) for length in LENGTHS[dist.get_rank()]])
     slots = toy_host.train_step(loader, dist.group.WORLD)
     return [[sequence.tolist() for sequence in slot] for slot in slots]
@@ -35,11 +35,11 @@ def test_samples_move_by_plan_and_each_runs_once() -> None:
 
 def test_installs_once_and_is_undone() -> None:
     stock = toy_host.Loader.load_step
-    installed = toy_balance.install(max_tokens=CAP)
+    installed = template.install(max_tokens=CAP)
     try:
-        assert toy_balance.install(max_tokens=CAP) is installed
+        assert template.install(max_tokens=CAP) is installed
         with pytest.raises(BalanceError, match="toy_host is hooked already"):
-            toy_balance.install(max_tokens=2 * CAP)
+            template.install(max_tokens=2 * CAP)
         assert toy_host.Loader.load_step is not stock
     finally:
         installed.undo()
@@ -49,10 +49,10 @@ def test_installs_once_and_is_undone() -> None:
 def test_another_version_is_refused_unless_any_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0.0")
     with pytest.raises(BalanceError, match=r"toy_host is 2\.0\.0.*tested on 1\.2.*set MEGATRON_BALANCE_ANY_VERSION=1"):
-        toy_balance.install(max_tokens=CAP)
-    assert not toy_balance.adapter.is_installed()
+        template.install(max_tokens=CAP)
+    assert not template.adapter.is_installed()
     monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
-    toy_balance.install(max_tokens=CAP).undo()
+    template.install(max_tokens=CAP).undo()
 
 
 def test_the_switch_leaves_the_host_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,8 +60,8 @@ def test_the_switch_leaves_the_host_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
     stock = toy_host.Loader.load_step
     for _ in range(2):
-        toy_balance.install(max_tokens=CAP)
+        template.install(max_tokens=CAP)
     assert toy_host.Loader.load_step is stock
-    assert not toy_balance.adapter.is_installed()
+    assert not template.adapter.is_installed()
     [line] = caplog.messages
     assert line == "MEGATRON_BALANCE=0: toy_host runs without balancing, and ignores its flags."

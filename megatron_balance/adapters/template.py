@@ -1,8 +1,8 @@
-"""An adapter to copy. Importing it patches nothing; `toy_balance.install(max_tokens=…)` balances the toy host.
+"""An adapter to copy; docs/write-an-adapter.md says how. `install(max_tokens=…)` balances the toy host of its tests.
 
-Three things are the host's own: the settings, the table of hooks, and what a hook does with a plan. The kit does the
-rest: it checks the release and every target, installs once, and undoes. A section of docs/adapters.md and tests on the
-real package make it an adapter of this project.
+`Loader.load_step(group)` of `toy_host` returns the sequences of this rank. Three things are the host's own: the
+settings, the table of hooks, and what a hook does with a plan. The kit does the rest: it checks the release and every
+target, installs once, and undoes.
 """
 
 import functools
