@@ -8,20 +8,21 @@ a small one (`trained.py`), on the batch that tokens balance worst, whose gradie
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.adapters.trained import difference, small_shape, train
+from benchmarks.adapters.trained import SCALE, difference, small_length, small_shape, train
 from benchmarks.planner.setups import LENGTHS, SETUPS, Setup, global_batches
 from megatron_balance import CostModel, DataSchedule, ModelShape
 from megatron_balance.planner import build_data_schedule
 
 COLUMNS = ["cost", "of the worst batch", "CPU s", "over the mean", "gradient"]
 SAYS = (
-    "Cost of a step by FLOPs over that of ranks that never wait: mean over real lengths at full size, and of the batch "
-    "that tokens balance worst; of that CPU seconds of a step at an eighth of width and lengths, alone and over the mean "
-    "rank's, and how far its gradient is from that of the first plan."
+    "Cost by FLOPs over that of ranks that never wait: mean over real lengths at full size, and of the batch "
+    "that tokens balance worst; of that CPU seconds of a step at an eighth of width and lengths, also over the "
+    "mean rank's, and how far its gradient is from that of the first plan."
 )
 WAYS = {
     "tokens, karmarkar_karp": ("tokens", "karmarkar_karp"),
@@ -47,8 +48,10 @@ def _rows(setup: Setup) -> dict[str, list[float]]:
         model = _cost(cost, shape, judge=setup.cost_model)
         ratios = [_over_bound(setup, batch, _plan(setup, batch, model, algorithm)) for batch in batches]
         worst = worst if rows else int(np.argmax(ratios))
-        plan = _plan(setup, batches[worst], _cost(cost, small, judge=CostModel.from_shape(small)), algorithm)
-        step = train([[batches[worst][list(slot)].tolist() for slot in slots] for slots in plan.ranks], is_moe=is_moe)
+        lengths = np.array([small_length(length) for length in batches[worst].tolist()])
+        small_setup = replace(setup, max_tokens_per_gpu=setup.max_tokens_per_gpu // SCALE)
+        plan = _plan(small_setup, lengths, _cost(cost, small, judge=CostModel.from_shape(small)), algorithm)
+        step = train([[lengths[list(slot)].tolist() for slot in slots] for slots in plan.ranks], is_moe=is_moe)
         reference = step.gradient if reference is None else reference
         figures = step.figures(together=setup.objective == "microbatch")
         rows[name] = [float(np.mean(ratios)), ratios[worst], *figures, difference(step.gradient, reference)]

@@ -25,7 +25,7 @@ FFN, EXPERTS, TOPK, EXPERT_FFN = 4 * WIDTH, 8, 2, WIDTH
 PASSES = 3
 
 Ranks = Sequence[Sequence[Sequence[int]]]
-"""`[num_ranks][num_microbatches]` lengths of the sequences, at full size."""
+"""`[num_ranks][num_microbatches]` lengths of the sequences that train."""
 
 
 def small_shape(*, is_moe: bool) -> ModelShape:
@@ -45,7 +45,7 @@ def small_shape(*, is_moe: bool) -> ModelShape:
     )
 
 
-def small(length: int) -> int:
+def small_length(length: int) -> int:
     """Tokens that train for a sequence of full size."""
     return max(length // SCALE, 2)
 
@@ -76,7 +76,7 @@ def train(ranks: Ranks, *, is_moe: bool = False) -> Trained:
         for rank, slots in enumerate(ranks):
             for slot, lengths in enumerate(slots):
                 begin = time.process_time()
-                _run(model, [small(length) for length in lengths])
+                _run(model, lengths)
                 seconds[index, rank, slot] = time.process_time() - begin
     gradient = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None])
     return Trained(seconds.min(axis=0), gradient)

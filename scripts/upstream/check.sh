@@ -125,10 +125,10 @@ SH
     run -q -rA tests/test_data_redistribution.py "$@"
 }
 
-# PARTITION_TESTS=FILE names a copy of tests/test_partition_results.py (pull request 109) where the checkout has none.
+# PARTITION_TESTS=FILE names a copy of tests/test_partition_results.py (pull request 109), which no checkout has.
 check_torchspec() {
     scripts/adapter_env.sh upstream-torchspec scripts/upstream/torchspec.txt --with-dependencies
-    local files=("${PARTITION_TESTS:-tests/test_partition_results.py}" tests/test_data_fetcher.py tests/test_capacity_handling.py)
+    local files=(${PARTITION_TESTS:+"$PARTITION_TESTS"} tests/test_data_fetcher.py tests/test_capacity_handling.py)
     run() {
         PYTHONPATH=$PYTHONPATH:$checkout "$root/.venv-upstream-torchspec/bin/python" -m pytest -p no:cacheprovider \
             -p torchspec_plugin "$@"
@@ -157,7 +157,7 @@ check_recsys() {
         for ((rank = 0; rank < ranks; rank++)); do
             (cd "$examples" && RECSYS_EXAMPLES=$examples PYTHONPATH=$PYTHONPATH:$root/tests/kit:$work RANK=$rank LOCAL_RANK=$rank \
                 WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$python" -m pytest -p recsys_plugin \
-                -p no:cacheprovider --noconftest -q -ra --disable-warnings -k 'not test_gil_released_during_compute' \
+                -p no:cacheprovider --noconftest -q -ra -W default --disable-warnings -k 'not test_gil_released_during_compute' \
                 "${@:2}") >"$work/rank$rank.log" 2>&1 &
             pids+=($!)
         done

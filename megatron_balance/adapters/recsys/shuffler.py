@@ -1,15 +1,15 @@
 """The shuffler's methods with upstream's signatures: `shuffle`, or its two halves around the model's forward pass.
 
-All ranks learn the workloads (FLOPs of one layer) and lengths of all real rows, plan alike, and move rows as samples of
-this package, all columns in one exchange. Every rank gets nearly the same workload, and as many rows or one fewer.
+All ranks learn the workloads (FLOPs of one layer) and lengths of all real samples, plan alike, and move them, all
+columns in one exchange. Every rank gets nearly the same workload, and as many samples or one fewer.
 
-A row has an entry in a column for each value of a key of a KeyedJaggedTensor, another for its weight, and its share of
-each dense tensor, of whatever shape. The shuffler's thread plans while the model computes; collectives run on the
+A sample has an entry in a column for each value of a key of a KeyedJaggedTensor, another for its weight, and its share
+of each dense tensor, of whatever shape. The shuffler's thread plans while the model computes; collectives run on the
 calling thread alone. The handle between the halves holds everything, so that several batches may be under way.
 
-Upstream's convention for an incomplete batch: rows from `actual_batch_size` on are padding, at the end, with no values
-in any key; after a shuffle, dense tensors hold the real rows alone and keys hold all. Padding is known from
-`actual_batch_size`, never from a workload of 0: a real row may have no tokens.
+Upstream's convention for an incomplete batch: samples from `actual_batch_size` on are padding, at the end, with no
+values in any key; after a shuffle, dense tensors hold the real samples alone and keys hold all. Padding is known from
+`actual_batch_size`, never from a workload of 0: a real sample may have no tokens.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MODELS = ("hstu", "sid_gr")
 class PendingShuffle:
     """A batch between the two halves; pass it back as it is."""
 
-    rows: list[Sample]
-    gathered: GatheredLengths  # the real rows of all ranks: workloads as `lengths`, and the entries of each key
+    samples: list[Sample]
+    gathered: GatheredLengths  # the real samples of all ranks: workloads as `lengths`, and the entries of each key
     group: dist.ProcessGroup
-    plan: Future[Ints]  # `[num_rows]` rank of each row
+    plan: Future[Ints]  # `[num_samples]` rank of each sample
 
 
 def shuffle(
@@ -63,9 +63,9 @@ def shuffle(
 ) -> Any:
     """The new batch, or a tuple of it and what is asked for, each `[batch_size]` int64, padding last.
 
-    Indices are the positions that rows come from, in the old batches of all ranks, one after the other; workloads are 0
-    for padding. `use_all2all` does not matter: all-gather gives the same batch, so rows always move by all-to-all.
-    BalanceError on every rank where batches differ, or one cannot be cut into rows.
+    Indices are the positions that samples come from, in the old batches of all ranks, one after the other; workloads
+    are 0 for padding. `use_all2all` does not matter: all-gather gives the same batch, so all-to-all moves them.
+    BalanceError on every rank where batches differ, or one cannot be cut into samples.
     """
     pending = start_shuffle_async(self, batch, pg_group, *args, **kwargs)
     returned = [finish_shuffle(self, batch, pending)]
@@ -75,10 +75,10 @@ def shuffle(
         within_rank = np.arange(home.size) - np.searchsorted(home, home)
         positions = home * size + within_rank
         indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
-        of_rows = np.zeros(dp_size * size, dtype=np.int64)
-        of_rows[positions] = gathered.lengths
+        of_samples = np.zeros(dp_size * size, dtype=np.int64)
+        of_samples[positions] = gathered.lengths
         own = indices[pending.group.rank()]
-        wanted = [own] * return_indices + [of_rows[own]] * return_workloads
+        wanted = [own] * return_indices + [of_samples[own]] * return_workloads
         returned += [torch.from_numpy(values).to(batch.features.values().device) for values in wanted]
     return tuple(returned) if len(returned) > 1 else returned[0]
 
@@ -90,7 +90,7 @@ def start_shuffle_async(
     group = dist.group.WORLD if pg_group is None else pg_group
     assert group is not None, "a shuffle needs torch.distributed to be initialised"
     workloads = self.get_workloads(batch, *args, **kwargs)
-    rows, schema, problem = [], None, None
+    samples, schema, problem = [], None, None
     costs = np.zeros(0, dtype=np.int64)
     try:
         _check(batch, workloads=workloads)
@@ -98,21 +98,21 @@ def start_shuffle_async(
         # To the host in one transfer: the workloads, then the lengths of every key.
         flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads, *lengths)])
         costs, *of_keys = flat.cpu().numpy().reshape(-1, batch.batch_size)
-        rows = _split(batch, lengths=of_keys)
-        # That of a row of padding where none is real.
-        schema, rows = SampleSchema.of(rows[0]), rows[: batch.actual_batch_size]
+        samples = _split(batch, lengths=of_keys)
+        # That of a sample of padding where none is real.
+        schema, samples = SampleSchema.of(samples[0]), samples[: batch.actual_batch_size]
     except BalanceError as error:
         problem = str(error)
     gathered = gather_lengths(
-        costs[: len(rows)],
-        ragged_lengths=[row.ragged_lengths for row in rows],
+        costs[: len(samples)],
+        ragged_lengths=[sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,
         problem=problem,
         device=batch.features.values().device,
     )
     plan = self._kk_executor.submit(_plan, gathered.lengths, dp_size=group.size())
-    return PendingShuffle(rows, gathered, group, plan)
+    return PendingShuffle(samples, gathered, group, plan)
 
 
 def finish_shuffle(
@@ -122,10 +122,10 @@ def finish_shuffle(
     pg_group: dist.ProcessGroup | None = None,
     use_all2all: bool = False,
 ) -> Any:
-    """The second half: waits for the plan and moves the rows; the ranks are those of the first half."""
+    """The second half: waits for the plan and moves the samples; the ranks are those of the first half."""
     device, ranks = batch.features.values().device, handle.plan.result()
     return _join(
-        batch, move_rows(handle.rows, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)
+        batch, move_rows(handle.samples, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)
     )
 
 
@@ -159,7 +159,7 @@ def make_shuffler_class(base: type) -> type:
             self.action_interleaved = model == "hstu" if action_interleaved is None else action_interleaved
 
         def get_workloads(self, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """FLOPs of every row, `[batch_size]` int64."""
+            """FLOPs of every sample, `[batch_size]` int64."""
             name = batch.item_feature_name if self.model == "hstu" else batch.history_feature_name
             lengths = batch.features[name].lengths()
             return workloads(lengths, cost_model=self.cost_model, tokens_per_entry=1 + self.action_interleaved)
@@ -206,7 +206,7 @@ def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1)
 
 
 def _plan(costs: Ints, *, dp_size: int) -> Ints:
-    """`[num_rows]` the rank of every row. Padding costs nothing, is not planned, and goes where there is room."""
+    """`[num_samples]` the rank of every sample. Padding costs nothing, is not planned, and goes where there is room."""
     ranks = np.arange(costs.size) % dp_size
     if costs.size > dp_size:
         for rank, part in enumerate(even_parts(costs, num_parts=dp_size, equal_count=True)):
@@ -215,22 +215,22 @@ def _plan(costs: Ints, *, dp_size: int) -> Ints:
 
 
 def _indices(positions: Ints, *, ranks: Ints, dp_size: int, batch_size: int) -> Ints:
-    """The positions of every rank's new rows, `[dp_size, batch_size]`: real ones ascending, then padding ascending."""
+    """The positions of every rank's new samples, `[dp_size, batch_size]`: real ones, then padding, each ascending."""
     padding = np.setdiff1d(np.arange(dp_size * batch_size), positions, assume_unique=True)
     rank_of_padding = np.repeat(np.arange(dp_size), batch_size - np.bincount(ranks, minlength=dp_size))
-    # A stable sort by rank keeps real rows before padding, and each of them ascending.
+    # A stable sort by rank keeps real samples before padding, and each of them ascending.
     order = np.argsort(np.concatenate([ranks, rank_of_padding]), kind="stable")
     return np.concatenate([positions, padding])[order].reshape(dp_size, batch_size)
 
 
 def _check(batch: Any, *, workloads: torch.Tensor) -> None:
-    """Raises BalanceError where a batch cannot be cut into rows."""
-    size, num_rows = batch.batch_size, batch.actual_batch_size
-    if not 0 <= num_rows <= size:
-        raise BalanceError(f"actual_batch_size is {num_rows}: it must be 0 to batch_size, {size}.")
+    """Raises BalanceError where a batch cannot be cut into samples."""
+    size, num_samples = batch.batch_size, batch.actual_batch_size
+    if not 0 <= num_samples <= size:
+        raise BalanceError(f"actual_batch_size is {num_samples}: it must be 0 to batch_size, {size}.")
     if workloads.shape != (size,) or workloads.is_floating_point() or workloads.is_complex():
         raise BalanceError(
-            f"get_workloads gave {workloads.dtype} {list(workloads.shape)}: it must be integers, [{size}], one a row."
+            f"get_workloads gave {workloads.dtype} {list(workloads.shape)}: it must be integers, [{size}], a sample's."
         )
     for name, value in _fields(batch):
         if not isinstance(value, KeyedJaggedTensor):
@@ -240,15 +240,15 @@ def _check(batch: Any, *, workloads: torch.Tensor) -> None:
                     f"{size}."
                 )
         elif value.variable_stride_per_key() or value.inverse_indices_or_none() is not None:
-            raise BalanceError(f"{name} has keys of different batch sizes: a shuffle needs one row a sample.")
+            raise BalanceError(f"{name} has keys of different batch sizes: a shuffle needs batch_size of each.")
         elif value.stride() != size:
-            raise BalanceError(f"{name} has {value.stride()} rows: it must have batch_size, {size}.")
+            raise BalanceError(f"{name} has {value.stride()} samples: it must have batch_size, {size}.")
 
 
 def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
-    """Every row, padding included; `lengths` are `[batch_size]` of each key."""
+    """Every sample, padding included; `lengths` are `[batch_size]` of each key."""
     size, of_keys = batch.batch_size, iter(lengths)
-    dense: dict[str, Sequence[torch.Tensor]] = {"rows of a batch": [torch.empty(size, 0)] * size}
+    dense: dict[str, Sequence[torch.Tensor]] = {"samples of a batch": [torch.empty(size, 0)] * size}
     ragged: dict[str, Sequence[torch.Tensor]] = {}
     for name, value in _fields(batch):
         if not isinstance(value, KeyedJaggedTensor):
@@ -262,39 +262,39 @@ def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
                 ragged[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
     return [
         moving_row(
-            {name: pieces[row] for name, pieces in ragged.items()},
-            per_sample={name: pieces[row] for name, pieces in dense.items()},
+            {name: pieces[sample] for name, pieces in ragged.items()},
+            per_sample={name: pieces[sample] for name, pieces in dense.items()},
         )
-        for row in range(size)
+        for sample in range(size)
     ]
 
 
-def _join(batch: Any, rows: Sequence[Sample]) -> Any:
-    """A batch of the same class with these rows, and then padding."""
+def _join(batch: Any, samples: Sequence[Sample]) -> Any:
+    """A batch of the same class with these samples, and then padding."""
     replaced: dict[str, Any] = {}
     for name, value in _fields(batch):
         if not isinstance(value, KeyedJaggedTensor):
-            replaced[name] = torch.cat([value[:0], *(row.per_sample[name] for row in rows)])
+            replaced[name] = torch.cat([value[:0], *(sample.per_sample[name] for sample in samples)])
             continue
         keys = list(value.keys())
         columns = [
-            torch.cat([tensor[:0], *(row.ragged[f"{name}/{key}{suffix}"] for key in keys for row in rows)])
+            torch.cat([tensor[:0], *(sample.ragged[f"{name}/{key}{suffix}"] for key in keys for sample in samples)])
             for suffix, tensor in _parts(value)
         ]
         lengths = np.zeros((len(keys), batch.batch_size), dtype=np.int64)
         for of_key, key in zip(lengths, keys, strict=True):
-            of_key[: len(rows)] = [len(row.ragged[f"{name}/{key}"]) for row in rows]
+            of_key[: len(samples)] = [len(sample.ragged[f"{name}/{key}"]) for sample in samples]
         replaced[name] = KeyedJaggedTensor.from_lengths_sync(
             keys=keys,
             values=columns[0],
             weights=columns[1] if len(columns) > 1 else None,
             lengths=torch.from_numpy(lengths.reshape(-1)).to(value.lengths()),
         )
-    return dataclasses.replace(batch, actual_batch_size=len(rows), **replaced)
+    return dataclasses.replace(batch, actual_batch_size=len(samples), **replaced)
 
 
 def _fields(batch: Any) -> Iterator[tuple[str, Any]]:
-    """The fields that hold rows, by name."""
+    """The fields that hold samples, by name."""
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, (torch.Tensor, KeyedJaggedTensor)):

@@ -263,7 +263,7 @@ def test_in_two_halves_with_two_batches_under_way():
     [
         ("dense", "rank 1 cannot go on: user has shape [3, 3]"),
         ("float", "rank 1 cannot go on: get_workloads gave torch.float32"),
-        ("rows", "'rows of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
+        ("rows", "'samples of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_raised_on_all(how, message):
