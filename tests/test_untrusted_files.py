@@ -6,10 +6,12 @@ What is run is the command itself, on real files; then hypothesis feeds bytes to
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import pickle
 import re
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -141,6 +143,20 @@ def test_lengths_costs_and_models(what: str, content: bytes, tmp_path: Path, ref
     line = refused("compare", *lengths, *FLAGS)
     assert str(path) in line or what == "--model"
     assert path.stem in line.replace(str(path), "") or not path.stem.isdigit()  # it unpacks to so many bytes
+
+
+def test_no_more_is_read_than_is_asked_for_and_no_more_unpacked_than_a_limit(tmp_path: Path) -> None:
+    """Fault: 27 bytes for each byte of an archive, 54 GB for a file of 2 MB."""
+    bomb, lines = tmp_path / "bomb.npz", tmp_path / "bomb.txt.gz"
+    np.savez_compressed(bomb, length=np.ones(2**25 + 2**17, dtype=np.uint8))
+    lines.write_bytes(gzip.compress(b"1\n" * 2**21))
+    tracemalloc.start()
+    for path in (bomb, lines):
+        assert read_lengths(path, most=8).tolist() == [1] * 8
+    assert tracemalloc.get_traced_memory()[1] < 2**27
+    tracemalloc.stop()
+    with pytest.raises(BalanceError, match="more than 33554432 lengths: leave out --shuffle"):
+        read_lengths(bomb)
 
 
 def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:

@@ -6,6 +6,7 @@ Invariant: an output destroys no input, and no file that is no earlier output.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,20 +90,15 @@ def options_of(flags: Sequence[str], *, balance: Sequence[str] = ()) -> dict[str
                 given[name.removeprefix("no_")] = False
         elif name:
             value = _value(word)
-            given[name] = value if given[name] is True else [*_listed(given[name]), value]
+            before = given[name] if isinstance(given[name], list) else [given[name]]
+            given[name] = value if before == [True] else [*before, value]
         else:
             raise BalanceError(f"after --: {word!r} is no flag of a training script; flags begin with --.")
     return vars(parse_flags(balance)[0]) | given
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _value(word: str) -> int | float | str:
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(word)
-        except ValueError:
-            continue
     return word

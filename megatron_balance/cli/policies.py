@@ -261,17 +261,12 @@ def _reasons(
     at_most = chosen.setting.topology.at_cp_size(num_ranks)
     lengths = np.concatenate([step.segments for step in packed.steps])
     padded, cap = at_most.padded_seq_len(lengths), num_ranks * (chosen.setting.limits.max_tokens_per_gpu or 0)
+    shared = any(result.policy.dynamic_cp and result.least_headroom >= 0 for result in results if result is not chosen)
     if chosen is not stock and (num_over := int((padded > cap).sum())):
         yield (
             f"{num_over} of {lengths.size} samples are longer than the cap of {cap} tokens and run alone above it, the "
             f"longest with {lengths.max()}: --max-tokens-per-gpu {-(-int(padded.max()) // num_ranks)} holds it, if "
-            f"memory does; else cut them at {cap}"
-            + (", or add --balance-context-parallel." if _holds_all(results, but=chosen) else ".")
+            f"memory does; else cut them at {cap}{', or add --balance-context-parallel' if shared else ''}."
         )
     if chosen.setting.cost_name == "tokens" and all(result.policy.name != "by-flops" for result in results):
         yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."
-
-
-def _holds_all(results: Sequence[PolicyResult], *, but: PolicyResult) -> bool:
-    """Another policy, with sizes of its own, keeps every micro-batch under the cap."""
-    return any(result.policy.dynamic_cp and result is not but and result.least_headroom >= 0 for result in results)

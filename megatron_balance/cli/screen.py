@@ -64,9 +64,7 @@ def progress(words: str, *, total: int | None = None) -> Iterator[Callable[[int]
         with bars:
             task = bars.add_task(words, total=total)
             yield lambda done: bars.update(task, completed=done, description=f"{words}: {done}")
-    elif stream.isatty():
-        of_all = "" if total is None else f" of {total}"
-        yield lambda done: print(f"\r{words}: {done}{of_all}", end="", file=stream, flush=True)
-        print("\r\033[K", end="", file=stream, flush=True)
     else:
-        yield lambda _: None
+        shown = f"\r{words}: {{}}" if stream.isatty() else ""
+        yield lambda done: print(shown.format(done), end="", file=stream, flush=True)
+        print("\r\033[K" if shown else "", end="", file=stream, flush=True)
