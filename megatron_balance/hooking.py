@@ -127,17 +127,10 @@ class Patches:
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Import Megatron without its forty lines on kernels that are not installed: `doctor` reports these."""
-    loggers = [logging.getLogger(name) for name in ("megatron", "torch.utils.cpp_extension")]
-    levels = [logger.level for logger in loggers]
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        yield
 
 
 def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:

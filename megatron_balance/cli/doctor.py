@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 from collections.abc import Iterable
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @quiet_imports()
 def run(args: argparse.Namespace) -> int:
     """Check and print; the result is the exit status."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # of flags: the checks report them
     try:
         from megatron_balance.mcore import doctor
     except ImportError as error:
