@@ -63,6 +63,11 @@ class Topology:
             if isinstance(field.default, bool) or (value is None and field.default is None):
                 continue
             object.__setattr__(self, field.name, check_integer(f"Topology.{field.name}", value))
+        if self.pp_size > 1 and self.vpp_size > 1 and self.microbatch_multiple < self.pp_size:
+            raise BalanceError(
+                f"Topology.microbatch_multiple is {self.microbatch_multiple} with vpp_size {self.vpp_size}: Megatron "
+                f"runs groups of at least pp_size micro-batches through a chunk, so set at least {self.pp_size}."
+            )
         if self.max_cp_size is not None and not self.dynamic_cp:
             raise BalanceError(
                 f"Topology.max_cp_size is {self.max_cp_size} without dynamic_cp: set dynamic_cp, or leave it out."

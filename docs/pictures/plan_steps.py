@@ -52,7 +52,7 @@ def picture() -> str:
     polished = planner.polished(batch, leveled)
 
     def over(bin_of: Ints) -> str:
-        return f"{int(planner.times_of(batch, batch.row_times(bin_of, rows)).max()) / bound:.4f}"
+        return f"{int(batch.row_times(bin_of, rows).sum(axis=1).max()) / bound:.4f}"
 
     scale = (_PANEL - 8) / int(batch.own.max())
     drawn = _Drawing(batch, rows=rows, scale=scale)

@@ -14,7 +14,7 @@ from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.planner import pipeline_makespans, schedule_metrics
+from megatron_balance.planner import Pipeline, makespans, schedule_metrics
 
 HERE = Path(__file__).parent
 COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
@@ -144,7 +144,7 @@ def _in_stages(title: str, schedule: DataSchedule) -> Panel:
     bound = schedule_metrics(schedule, objective="pipeline").lower_bound >> schedule.cost_shift
     unit = 3 * pp_size * bound
     ends = _one_forward_one_backward(costs, pp_size=pp_size)
-    makespan = pipeline_makespans(costs[None], pp_size=pp_size)[0]
+    makespan = makespans(costs[None, None], Pipeline(pp_size))[0]
     assert abs(max(ends.values()) / (3 * pp_size) - makespan) <= 1, "the picture and the planner see one pipeline"
     bars: list[Bar] = []
     for stage in range(pp_size):

@@ -17,12 +17,12 @@ from megatron_balance.planner.metrics import (
     slowest_over_mean,
     unavoidable_waiting,
 )
+from megatron_balance.planner.pipeline import Pipeline, makespans
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.planner.times import (
     OBJECTIVES,
     is_makespan,
     mountain_order,
-    pipeline_makespans,
     resolve_objective,
     waiting,
 )
@@ -40,12 +40,13 @@ __all__ = [
     "batch_of",
     "build_data_schedule",
     "is_makespan",
+    "makespans",
     "karmarkar_karp",
     "mountain_order",
     "number_groups",
     "partition_items",
-    "pipeline_makespans",
     "plan_metrics",
+    "Pipeline",
     "resolve_objective",
     "schedule_metrics",
     "slowest_over_mean",

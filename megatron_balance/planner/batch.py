@@ -252,7 +252,7 @@ def make_batch(problem: Problem) -> Batch:
     costs = own[None]
     where = waiting(problem.objective, topology=topology)
     if images is not None:
-        meets_between = where.in_slots and where.span > 1 and where.pp_size == 1
+        meets_between = where.in_slots and where.span > 1 and not where.is_makespan
         costs = np.stack([scaled.image_costs, own]) if meets_between else (own + scaled.image_costs)[None]
     cap = limits.max_tokens_per_microbatch(topology)
     launch = cost_model.per_microbatch

@@ -42,6 +42,7 @@ from megatron_balance.planner.inputs import (
 )
 from megatron_balance.planner.locality import keep_local
 from megatron_balance.planner.padded import plan_padded
+from megatron_balance.planner.pipeline_plan import plan_pipeline
 from megatron_balance.planner.plan import plan
 from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.topology import Limits, Topology
@@ -278,7 +279,7 @@ def _planned(
             return plan_on_ranks(caps, home_ranks, rows=num_microbatches)
         if algorithm == "karmarkar_karp":
             return karmarkar_karp_plan(caps, equal_count=counts_samples, rows=num_microbatches)
-        return plan(caps, rows=num_microbatches)
+        return (plan_pipeline if caps.waiting.is_makespan else plan)(caps, rows=num_microbatches)
 
     planned = within(batch)
     if counts_samples or most is None or int(np.bincount(planned.slot_of, minlength=1).max()) <= most:

@@ -30,7 +30,8 @@ from megatron_balance.cost.model import MAX_TOTAL_COST
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import sums
 from megatron_balance.planner.inputs import NEVER, Ints, Problem, sum_segments
-from megatron_balance.planner.times import Waiting, pipeline_makespans, waiting
+from megatron_balance.planner.pipeline import makespans
+from megatron_balance.planner.times import Waiting, waiting
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +124,12 @@ class SizedBatch:
         if self.waiting.in_slots:
             return int(self.waiting.times(costs.max(axis=0, keepdims=True))[0])
 
-        def meet(times: Ints, slots: Ints) -> Ints:
+        def peers(times: Ints, slots: Ints) -> Ints:
             together, columns = np.zeros_like(times), np.arange(slots.size)
             np.maximum.at(together, (first[:, slots], columns), times)
             return together[first[:, slots], columns]
 
-        where = self.waiting
-        return int(pipeline_makespans(costs, pp_size=where.pp_size, vpp_size=where.vpp_size, meet=meet).max())
+        return int(makespans(costs[:, None], self.waiting.pipeline, peers=peers).max())
 
     def lower_bound(self) -> int:
         """A time that no plan can beat."""

@@ -50,7 +50,7 @@ def plan_sizes(batch: SizedBatch) -> Plan:
         return Plan(np.zeros(0, dtype=np.int64), sizes)
     if batch.waiting.in_slots:
         return plan_in_rows(batch)
-    if batch.waiting.pp_size == 1:
+    if not batch.waiting.is_makespan:
         return plan_on_tree(batch)
     return min(plan_in_rows(batch), plan_on_tree(batch), key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
 
@@ -71,7 +71,7 @@ def plan_on_tree(batch: SizedBatch) -> Plan:
         estimate = replace(own, costs=own.costs + fixed)
         best: tuple[Ints, Ints, int] | None = None
         low, step, placed = floor, floor // (4 * TOLERANCE), 0
-        while best is None or (placed < MAX_PLACED and best[2] - low > floor // TOLERANCE):
+        while best is None or (placed < MAX_PLACED and best[2] - low > max(floor // TOLERANCE, 1)):
             target = low + step if best is None else (low + best[2]) // 2
             found = _nodes_within(estimate, target=target)
             placed += batch.num_samples
@@ -174,7 +174,9 @@ def plan_in_rows(batch: SizedBatch) -> Plan:
     # What experts do evens out over the ranks that share it, as far as samples allow: each sample's own is tried too.
     views = [batch, batch.with_experts_as_own()] if batch.shared.any() else [batch]
     for outline, view in sorted((outline, number) for number, one in enumerate(views) for outline in outlines(one)):
-        if best is not None and (outline.time >= where.pp_size * best[0] or filled >= MAX_FILLED * len(views)):
+        if best is not None and (
+            outline.time >= where.pipeline.num_stages * best[0] or filled >= MAX_FILLED * len(views)
+        ):
             break
         height = outline.height
         for _ in range(HEIGHTS):
@@ -182,7 +184,7 @@ def plan_in_rows(batch: SizedBatch) -> Plan:
             packs, left = fill(views[view], outline, height=height)
             plan = shelve(batch, packs)
             heights = batch.cost_grid(plan.slot_of, plan.cp_sizes).max(axis=0, keepdims=True)
-            order = mountain_order(heights) if where.pp_size > 1 else np.arange(heights.size)[None]
+            order = mountain_order(heights) if where.is_makespan else np.arange(heights.size)[None]
             time = int(where.times(heights[:, order[0]])[0])
             if best is None or time < best[0]:
                 leaf, row = np.divmod(plan.slot_of, order.size)
@@ -199,7 +201,7 @@ def outlines(batch: SizedBatch) -> list[Outline]:
     """Numbers of rows and limits to try, the most promising first."""
     least = -(-batch.least_rows // batch.multiple)
     numbers = set(range(least, least + 6)) | {-(-least * sixteenths // 16) for sixteenths in MORE_ROWS}
-    if batch.waiting.pp_size > 1:
+    if batch.waiting.is_makespan:
         numbers |= {least * more for more in PIPELINE_ROWS}
     floor = replace(batch, shared=np.zeros_like(batch.shared)).least_work()
     found: list[Outline] = []
@@ -235,7 +237,8 @@ def _outline(batch: SizedBatch, num_rows: int, *, limit: int) -> Outline:
         height = lower
     # Rows that high samples need beyond their number are added.
     count = max(num_rows, rows_needed)
-    idle = (batch.waiting.pp_size - 1) * (height + batch.launch) // batch.waiting.vpp_size
+    pipeline = batch.waiting.pipeline
+    idle = (pipeline.num_stages - 1) * (height + batch.launch) // pipeline.num_chunks
     time = int(tops.sum()) + max(low, 0) * height + count * batch.launch + idle + batch.even_shared
     return Outline(time, num_rows=num_rows, limit=limit, height=height + height // 512)
 

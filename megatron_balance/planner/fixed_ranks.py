@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.inputs import Ints
-from megatron_balance.planner.plan import CORRECTIONS, SLOPES, in_slots, no_empty, plan, row_counts
+from megatron_balance.planner.pipeline import Pipeline
+from megatron_balance.planner.pipeline_plan import improved, numbers_of_microbatches, profiles
+from megatron_balance.planner.plan import CORRECTIONS, in_slots, no_empty, plan, row_counts, with_headroom
 from megatron_balance.planner.times import Waiting
 
 MAX_DIFFERENCED = 4096
@@ -35,7 +37,7 @@ MAX_DIFFERENCED = 4096
 NEAR_ENOUGH = 10_000
 """Parts that differencing brings within one part in so many of the mean are taken: a search takes 20 times as long."""
 
-_APART = Waiting(1, in_slots=False, pp_size=1, vpp_size=1)
+_APART = Waiting(1, in_slots=False, pipeline=Pipeline())
 
 _Part = tuple[int, int, list[int]]
 """`(-sum of costs, number, items)`; the number, unique, breaks ties."""
@@ -44,10 +46,25 @@ _Part = tuple[int, int, list[int]]
 def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Plan:
     """Packs the samples of every rank by themselves, in `rows` micro-batches or in the number that is best."""
     order = np.lexsort((-batch.weights, -batch.own, rank_of))
-    inner, ranks = batch.take(order), rank_of[order]
+    inner, ranks = with_headroom(batch.take(order)), rank_of[order]
     counts = np.bincount(ranks, minlength=batch.num_ranks)
     fullest = int(sums(inner.weights.clip(max=batch.cap), ranks, batch.num_ranks).max())
     fewest = -(-fullest // (batch.cap * batch.multiple)) * batch.multiple
+
+    def bins(rows: int, slots: Ints) -> Ints:
+        return ranks * rows + _no_empty(slots, ranks, counts, rows)
+
+    slot_of = np.empty_like(order)
+    if batch.waiting.is_makespan:
+        starts: list[tuple[Ints, int]] = []
+        for wanted in sorted({max(number, fewest) for number in numbers_of_microbatches(inner, rows)}):
+            for profile in profiles(inner, wanted):
+                num_rows, slots = next(_rounds(inner, ranks, profile))
+                rank, slot = np.divmod(bins(num_rows, slots), num_rows)
+                group, column = np.divmod(rank, batch.span)
+                starts.append(((group * num_rows + slot) * batch.span + column, num_rows))
+        slot_of[order], rows = improved(inner, [starts], bound=True)
+        return Plan(slot_of, _alone(batch, rows))
     best: tuple[int, Ints, int] | None = None
     lost = reached = 0
     for wanted in (max(number, fewest) for number in (row_counts(inner) if rows is None else (rows,))):
@@ -56,15 +73,13 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Pl
         if wanted <= reached:
             continue
         lost += 1
-        for slope in SLOPES if batch.waiting.pp_size > 1 and batch.span == 1 else (0,):
-            for num_rows, slots in _rounds(inner, ranks, wanted, slope=slope):
-                reached = max(reached, num_rows)
-                slot_of = _ordered(inner, ranks * num_rows + _no_empty(slots, ranks, counts, num_rows), num_rows)
-                time = inner.time(slot_of, _alone(batch, num_rows))
-                if best is None or time < best[0]:
-                    best, lost = (time, slot_of, num_rows), 0
+        for num_rows, slots in _rounds(inner, ranks, np.ones(wanted, dtype=np.int64)):
+            reached = max(reached, num_rows)
+            placed = _ordered(inner, bins(num_rows, slots), num_rows)
+            time = inner.time(placed, _alone(batch, num_rows))
+            if best is None or time < best[0]:
+                best, lost = (time, placed, num_rows), 0
     assert best is not None, "one number of rows is always tried"
-    slot_of = np.empty_like(order)
     slot_of[order] = best[1]
     return Plan(slot_of, _alone(batch, best[2]))
 
@@ -153,13 +168,12 @@ def karmarkar_karp(
     return [held for _, held in parts] + [[] for _ in range(num_parts - len(parts))]
 
 
-def _rounds(batch: Batch, ranks: Ints, rows: int, *, slope: int) -> Iterator[tuple[int, Ints]]:
+def _rounds(batch: Batch, ranks: Ints, profile: Ints) -> Iterator[tuple[int, Ints]]:
     """Rows and the slot of every sample within its rank; where ranks meet, with targets that follow the last round.
 
-    Samples come rank by rank, costliest first. More rows where they find no room.
+    Samples come rank by rank, costliest first. `profile`: relative targets of slots. More rows where they find no room.
     """
-    profile = 2 * rows + slope * (2 * rows - 1 - 2 * np.arange(rows))
-    even = sums(batch.own, ranks, batch.num_ranks)
+    rows, even = profile.size, sums(batch.own, ranks, batch.num_ranks)
     targets = -(-even[:, None] // int(profile.sum())) * profile
     while (slots := _pour_by_rank(batch, ranks, targets)) is None:
         rows += batch.multiple

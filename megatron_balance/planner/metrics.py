@@ -16,7 +16,7 @@ from megatron_balance.planner.batch import Batch, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.inputs import Ints, Problem
 from megatron_balance.planner.schedule import DataSchedule, batch_of
-from megatron_balance.planner.times import pipeline_makespans, resolve_objective, waiting
+from megatron_balance.planner.times import resolve_objective, waiting
 from megatron_balance.topology import Topology
 
 
@@ -165,7 +165,7 @@ def unavoidable_waiting(grid: Ints, *, lower_bound: int, objective: str, topolog
         >>> unavoidable_waiting(costs, lower_bound=900, objective="step", topology=Topology(4))
         0.6666666666666667
     """
-    stages = waiting(objective, topology=topology).pp_size
+    stages = waiting(objective, topology=topology).pipeline.num_stages
     even = float(grid.sum()) / (len(grid) * stages)
     return max(1 - even / lower_bound, 0.0) if lower_bound else 0.0
 
@@ -174,9 +174,9 @@ def _pipeline_imbalance(
     slot_of: Ints, cp_sizes: Ints, *, grid: Ints, batch: Batch | SizedBatch, topology: Topology
 ) -> float:
     """See ScheduleMetrics. `grid`: `[num_ranks, num_microbatches]`."""
-    mean = np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size))
-    even = int(pipeline_makespans(mean, pp_size=topology.pp_size, vpp_size=topology.vpp_size)[0])
     # With experts spread over ranks these meet on every stage; with sizes of their own all leaves do.
     objective = "microbatch" if topology.dynamic_cp and topology.ep_span > 1 else "pipeline"
-    judged = replace(batch, waiting=waiting(objective, topology=topology))
+    where = waiting(objective, topology=topology)
+    even = int(where.times(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))[0])
+    judged = replace(batch, waiting=where)
     return judged.time(slot_of, cp_sizes) / even if even else 1.0

@@ -8,23 +8,21 @@
     6. Costliest first: the least loaded group, there the bin furthest below its target that has room (`pour`).
     7. Lower the targets of groups above the mean and pour again, three times at most (`leveled`). Where groups end
        later than high rows assume, let those rows hold more (`packed`).
-    8. Try the next number of rows; in a pipeline rising numbers until two in a row are no better (`plan`).
+    8. Try the next number of rows (`plan`).
     9. A small batch: the best move or swap that relieves the slowest group, again and again (`polish.py`).
     10. Order the slots (`in_slots`).
 
-Objectives are numbers of `Batch.waiting`: `step` has span 1; `microbatch` the ranks that meet; `pipeline` stages, whose
-makespan takes the place of the sum of rows. The work of experts is shared by a row; images make a row wait for its
-highest bin twice, after the vision encoder and after the language model.
+Ranks with pipeline stages have a file of their own, `pipeline_plan.py`. Objectives are numbers of `Batch.waiting`:
+`step` has span 1, `microbatch` the ranks that meet. The work of experts is shared by a row; images make a row wait for
+its highest bin twice, after the vision encoder and after the language model.
 
 All numbers are integers and ties go to the lower index, so that every rank computes the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from math import isqrt
 
 import numpy as np
 
@@ -44,12 +42,6 @@ LIMITS = 4
 
 POLISHED = 1024
 """Samples of a batch up to which pairs are compared; larger ones gain less than 0.01 %."""
-
-FAR_BELOW = 16
-"""Bare rows that are faster by more than one part in this many than others are tried alone from then on."""
-
-SLOPES = (5, 0)
-"""Slopes of targets in a pipeline: the costliest micro-batch costs six times the cheapest, or as much."""
 
 SCANNED = 256
 """Samples that are tested together for room in any bin."""
@@ -72,27 +64,19 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
     batch = with_headroom(batch.take(order))
     best: Packing | None = None
     lost = reached = 0
-    bare_alone = False
     for count in row_counts(batch) if rows is None else (rows,):
         if count <= reached:
             continue
         if best is not None:
             bound = batch.least_time(count)
-            if lost == (1 if batch.waiting.pp_size == 1 else 2) or best.time <= bound + bound // GOOD_ENOUGH:
+            if lost == 1 or best.time <= bound + bound // GOOD_ENOUGH:
                 break
         lost += 1
-        for slope, bare in variants(batch):
-            if bare_alone and not bare:
-                continue
-            found = packed(batch, count, slope=slope, bare=bare)
-            if found is None:
-                continue
-            reached = max(reached, found.rows)
-            found = polished(batch, found)
-            if bare and best is not None and found.time + found.time // FAR_BELOW < best.time:
-                bare_alone = True  # as it will be with more rows
-            if best is None or found.time < best.time:
-                best, lost = found, 0
+        found = packed(batch, count)
+        reached = max(reached, found.rows)
+        found = polished(batch, found)
+        if best is None or found.time < best.time:
+            best, lost = found, 0
     assert best is not None, "one number of rows is always tried"
     best = fuller(batch, best)
     slot_of = np.empty_like(order)
@@ -105,74 +89,42 @@ def polished(batch: Batch, found: Packing) -> Packing:
 
     Of a larger batch only one far above the bound, where sums of ranks alone count: there the cap is tight.
     """
-    bound, sums_count = batch.least_time(found.rows), batch.span == 1 and batch.waiting.pp_size == 1
-    is_off = sums_count and batch.num_samples <= 4 * POLISHED and found.time > bound + bound // GOOD_ENOUGH
+    bound = batch.least_time(found.rows)
+    is_off = batch.span == 1 and batch.num_samples <= 4 * POLISHED and found.time > bound + bound // GOOD_ENOUGH
     if len(batch.costs) > 1:
         bin_of = even_parts(batch, found.bin_of, found.rows)
     elif batch.num_samples <= POLISHED or is_off:
         bin_of = in_rows(batch, polish(batch, found.bin_of, found.rows, goal=batch.least_work), found.rows)
     else:
         return found
-    time = int(times_of(batch, batch.row_times(bin_of, found.rows)).max())
+    time = int(batch.row_times(bin_of, found.rows).sum(axis=1).max())
     return replace(found, bin_of=bin_of, time=time) if time < found.time else found
 
 
 def with_headroom(batch: Batch) -> Batch:
     """Costs so small that sums times ranks or stages stay in int64; huge ones lose their last bits."""
     total = int(batch.costs.sum()) + int(batch.shared.sum()) + batch.launch * (batch.num_samples + batch.num_ranks)
-    shift = max(0, (2 * total * max(batch.span, batch.waiting.pp_size)).bit_length() - 62)
+    shift = max(0, (2 * total * max(batch.span, batch.waiting.pipeline.num_stages)).bit_length() - 62)
     if not shift:
         return batch
     return replace(batch, costs=batch.costs >> shift, shared=batch.shared >> shift, launch=batch.launch >> shift)
 
 
-def variants(batch: Batch) -> tuple[tuple[int, bool], ...]:
-    """Pairs of a slope of targets, and whether giants stand alone in their rows, to try for each number of rows."""
-    if batch.waiting.pp_size == 1:
-        return ((0, False),)
-    if batch.span == 1:
-        return tuple((slope, False) for slope in SLOPES)
-    return ((0, False), (0, True)) if batch.num_groups > 1 else ((0, False),)
-
-
-def row_counts(batch: Batch) -> Iterator[int]:
-    """Numbers of rows to try: the least and the next; in a pipeline half as many again while that may pay.
-
-    With a rank's work W in M even micro-batches, each with a fixed cost c, a pipeline of p stages takes
-
-        (W/M + c) * (M + p - 1) / p
-
-    which is least at M = sqrt(W * (p-1) / c): below, more micro-batches shrink the bubble by more than they cost.
-    """
-    least, step, stages = batch.least_rows, batch.multiple, batch.waiting.pp_size
-    # More slots than samples would only add dummies.
+def row_counts(batch: Batch) -> range:
+    """Numbers of rows to try, rising: more slots than samples would only add dummies."""
+    least, step = batch.least_rows, batch.multiple
     most = batch.num_samples // (batch.num_ranks * step) * step
-    if stages > 1 and batch.launch:
-        work = int(batch.costs.sum()) // batch.num_ranks
-        most = min(most, (isqrt(work * (stages - 1) // (batch.launch * batch.waiting.vpp_size)) + 1) // step * step)
-    elif stages > 1:
-        most = min(most, 4 * least)
-    count = least
-    yield count
-    while count < most:
-        grown = count + step if stages == 1 or count == least else -(-count * 3 // (2 * step)) * step
-        count = min(max(grown, count + step), most)
-        yield count
+    return range(least, max(most, least) + 1, step)
 
 
-def packed(batch: Batch, rows: int, *, slope: int, bare: bool) -> Packing | None:
-    """A packing in this many rows, or in the least number above that the samples fit in.
-
-    With `bare` giants stand alone in their rows; None where the others find no room.
-    """
+def packed(batch: Batch, rows: int) -> Packing:
+    """A packing in this many rows, or in the least number above that the samples fit in."""
     work = batch.least_work
-    if bare:
-        return leveled(batch, rows, slope=slope, limit=0)
     while True:
         # Fuller high rows may leave room where others leave none. Nearly full bins of a rank waste less room one after
         # another than side by side.
-        for again, limit in ((slope, work), (slope, work + work // 8) if batch.span > 1 else (2 * rows, work)):
-            found = leveled(batch, rows, slope=again, limit=limit)
+        for slope, limit in ((0, work), (0, work + work // 8) if batch.span > 1 else (2 * rows, work)):
+            found = leveled(batch, rows, slope=slope, limit=limit)
             if found is not None:
                 return found
         rows += batch.multiple * max(1, rows // (32 * batch.multiple))
@@ -185,9 +137,9 @@ def fuller(batch: Batch, best: Packing) -> Packing:
     rows is the time at which groups end on average: with a lower one they hold too little, with a higher one too much.
     It is searched for by halving.
     """
-    if best.limit == 0 or not 1 < batch.num_groups < batch.num_ranks:
+    if not 1 < batch.num_groups < batch.num_ranks:
         return best
-    low, high = best.limit, best.time * batch.waiting.pp_size - best.rows * batch.launch
+    low, high = best.limit, best.time - best.rows * batch.launch
     for _ in range(LIMITS):
         if high - low <= low >> 8:
             break
@@ -219,37 +171,27 @@ def leveled(batch: Batch, rows: int, *, slope: int, limit: int) -> Packing | Non
         bin_of[rest] = bins[found]
         bin_of = in_rows(batch, no_empty(bin_of, batch.num_ranks * rows), rows)
         row_times = batch.row_times(bin_of, rows)
-        times = times_of(batch, row_times)
+        times = row_times.sum(axis=1)
         mean = int(times.sum()) // times.size
         if best is None or int(times.max()) < best.time:
             mean_work = int(row_times.sum()) // batch.num_groups - rows * batch.launch
             best = Packing(bin_of, rows, time=int(times.max()), mean_work=mean_work, limit=limit)
         if int(times.max()) == mean or mean >= best.time:
             break
-        lower += (times - mean) * batch.waiting.pp_size
+        lower += times - mean
     return best
 
 
 def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]:
     """Fills rows that a giant makes higher than the mean of what is left: what stands beside it is free up to its cost.
 
-    With a limit of 0 giants stand alone. Returns the bin of each sample, -1 for those in no high row, and of each group
+    Returns the bin of each sample, -1 for those in no high row, and of each group
     its high rows' time and number.
     """
     costs, weights, span, groups = batch.own, batch.weights.clip(1, batch.cap), batch.span, batch.num_groups
     bin_of, free = np.full(costs.size, -1, dtype=np.int64), np.arange(costs.size)
     times: list[int] = []
-    if not limit and span > 1:
-        behind, falling, count = int(costs.sum()) - np.cumsum(costs) + costs, -costs, 0
-        while count < min(costs.size, rows * groups - 1):
-            left, top = rows * groups - count, int(costs[count])
-            least = max(int(behind[count]) // (span * left) + 1, top - top // 4)
-            if (num_high := int(falling.searchsorted(-least, side="right")) - count) <= 0:
-                break
-            count += min(-(-num_high // span), left - 1)
-        bin_of[:count], free = np.arange(count) * span, free[count:]
-        times += (costs + batch.shared // span)[:count].tolist()
-    while limit and span > 1 and free.size and len(times) < rows * groups - 1:
+    while span > 1 and free.size and len(times) < rows * groups - 1:
         left = rows * groups - len(times)
         tops = costs[free[::span]][: left - 1]
         mean = int(costs[free].sum()) // (span * left)
@@ -259,7 +201,8 @@ def high_rows(batch: Batch, rows: int, *, limit: int) -> tuple[Ints, Ints, Ints]
         tops = tops[:count]
         room = np.full(count * span, batch.cap, dtype=np.int64)
         found = beside(costs[free], weights[free], slack=tops.repeat(span), room=room)
-        if groups > 1:  # they still cost their group shared work: beyond the limit the cheapest go back
+        # They still cost their group shared work: beyond the limit the cheapest go back.
+        if groups > 1 or batch.waiting.is_makespan:
             held = np.flatnonzero(found >= 0)
             held = held[np.argsort(found[held] // span, kind="stable")]
             row, shared = found[held] // span, batch.shared[free[held]]
@@ -340,7 +283,7 @@ def pour_samples(batch: Batch, ids: Ints, slack: Ints) -> Ints:
     for at in (np.flatnonzero(over), np.flatnonzero(~over)) if over.any() else (np.arange(ids.size),):
         own = batch.own[ids[at]]
         # Where bins are chosen first, a bin is as loaded as it is near its target.
-        added = own + batch.shared[ids[at]] if batch.span == 1 else own
+        added = own + batch.shared[ids[at]] if batch.span == 1 or slack.shape[1] > 1 else own
         weights = batch.weights[ids[at]].clip(max=batch.cap)
         found[at] = pour(own, weights, slack=slack, room=room, loads=loads, added=added, stops=True)
         if over.any():
@@ -439,17 +382,10 @@ def in_rows(batch: Batch, bin_of: Ints, rows: int) -> Ints:
     return np.where(lower.reshape(-1)[by_cost // batch.span], dealt, by_cost)
 
 
-def times_of(batch: Batch, row_times: Ints) -> Ints:
-    """`[num_groups]` for `[num_groups, rows]`, in the order that the slots will have."""
-    if batch.waiting.pp_size > 1:
-        row_times = np.take_along_axis(row_times, mountain_order(row_times), axis=1)
-    return batch.waiting.times(row_times)
-
-
 def in_slots(batch: Batch, bin_of: Ints, rows: int) -> Ints:
     """Rows by falling time, in a pipeline as a mountain; the bins of a row from the one end and the other in turns."""
     times = batch.row_times(bin_of, rows)
-    order = mountain_order(times) if batch.waiting.pp_size > 1 else np.argsort(-times, axis=1, kind="stable")
+    order = mountain_order(times) if batch.waiting.is_makespan else np.argsort(-times, axis=1, kind="stable")
     row, column = np.divmod(bin_of, batch.span)
     slot = np.argsort(order, axis=1).reshape(-1)[row]
     rank = row // rows * batch.span + np.where(slot % 2 == 0, column, batch.span - 1 - column)

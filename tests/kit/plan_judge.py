@@ -124,7 +124,8 @@ class Batch:
                 for slot in slots
             ]
             stages = self.topology.pp_size if self.is_makespan else 1
-            times.append(makespan(heights, stages=stages, chunks=self.topology.vpp_size))
+            chunks, group = self.topology.vpp_size, self.topology.microbatch_multiple
+            times.append(makespan(heights, stages=stages, chunks=chunks, group=group))
         return max(times)
 
     def least_time(self) -> int:
@@ -212,39 +213,45 @@ def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -
     return -(-rows // multiple) * multiple
 
 
-def makespan(costs: Sequence[int], *, stages: int, chunks: int = 1) -> int:
+def makespan(costs: Sequence[int], *, stages: int, chunks: int = 1, group: int = 1) -> int:
     """Time of one-forward-one-backward (D. Narayanan et al., 2021), one third of a micro-batch's time in forward.
 
-    Interleaving divides the idle time by the chunks of a stage, and a micro-batch still passes all of them.
+    Under several chunks a stage runs `group` micro-batches through a chunk before the next, backwards in reverse.
     """
     if stages == 1:
         return sum(costs)
     count = len(costs)
+    groups = [range(first, min(first + group, count)) for first in range(0, count, group)]
+    table = [(slot, chunk) for slots in groups for chunk in range(chunks) for slot in slots]
+    if chunks == 1:
+        table = [(slot, 0) for slot in range(count)]
     orders = []
     for stage in range(stages):
-        ahead = min(stages - 1 - stage, count)
-        order = [(slot, False) for slot in range(ahead)]
-        for slot in range(count - ahead):
-            order += [(slot + ahead, False), (slot, True)]
-        orders.append(order + [(slot, True) for slot in range(count - ahead, count)])
-    ends: dict[tuple[int, int, bool], int] = {}
+        behind = stages - 1 - stage
+        ahead = min(behind if chunks == 1 else 2 * behind + (chunks - 1) * group, len(table))
+        order = [(slot, chunk, False) for slot, chunk in table[:ahead]]
+        for index, (slot, chunk) in enumerate(table):
+            order += [(*entry, False) for entry in table[index + ahead : index + ahead + 1]]
+            order.append((slot, chunks - 1 - chunk, True))
+        orders.append(order)
+    ends: dict[tuple[int, int, int, bool], int] = {}
     position, free = [0] * stages, [0] * stages
-    while any(position[stage] < 2 * count for stage in range(stages)):
+    while any(position[stage] < len(orders[stage]) for stage in range(stages)):
         for stage in range(stages):
-            if position[stage] == 2 * count:
+            if position[stage] == len(orders[stage]):
                 continue
-            slot, backward = orders[stage][position[stage]]
-            neighbour = stage + 1 if backward else stage - 1
-            if 0 <= neighbour < stages:
-                if (neighbour, slot, backward) not in ends:
+            slot, chunk, backward = orders[stage][position[stage]]
+            depth = chunk * stages + stage
+            source = depth + 1 if backward else depth - 1
+            needed = (source % stages, slot, source // stages, backward)
+            if 0 <= source < stages * chunks:
+                if needed not in ends:
                     continue
-                free[stage] = max(free[stage], ends[neighbour, slot, backward])
+                free[stage] = max(free[stage], ends[needed])
             free[stage] += costs[slot] * (2 if backward else 1)
-            ends[stage, slot, backward] = free[stage]
+            ends[stage, slot, chunk, backward] = free[stage]
             position[stage] += 1
-    work = 3 * sum(costs)
-    whole = work + -(-(max(free) - work) // chunks)
-    return max(-(-whole // (3 * stages)), max(costs))
+    return -(-max(free) // (3 * stages * chunks))
 
 
 def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> ScheduleMetrics:

@@ -26,7 +26,11 @@ TOPOLOGIES = {
         Topology(2, ep_size=2),
         Topology(2, ep_size=2, pp_size=2),
     ],
-    "pipeline": [Topology(2, pp_size=2), Topology(2, pp_size=3, vpp_size=2), Topology(2, ep_size=2, pp_size=3)],
+    "pipeline": [
+        Topology(2, pp_size=2),
+        Topology(2, pp_size=3, vpp_size=2, microbatch_multiple=3),
+        Topology(2, ep_size=2, pp_size=3),
+    ],
 }
 
 BOTH = Limits(10, micro_batch_size=2)
@@ -129,7 +133,8 @@ def test_waiting_ranks_may_do_the_shared_work_of_another_expert_group():
 
 
 def pipeline_time(costs, *, pp_size, vpp_size=1):
-    topology = Topology(1, pp_size=pp_size, vpp_size=vpp_size)
+    group = pp_size if vpp_size > 1 else 1
+    topology = Topology(1, pp_size=pp_size, vpp_size=vpp_size, microbatch_multiple=group)
     options = {"cost_model": TOKENS, "topology": topology, "limits": Limits(2**30), "objective": "pipeline"}
     return figures_of_ranks([[[slot] for slot in range(len(costs))]], costs, **options).predicted_cost
 
@@ -137,18 +142,36 @@ def pipeline_time(costs, *, pp_size, vpp_size=1):
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(2, 6), st.integers(1, 3))
 def test_the_time_of_a_pipeline_is_that_of_one_forward_one_backward(costs, pp_size, vpp_size):
-    expected = makespan(costs, stages=pp_size, chunks=vpp_size)
+    costs = costs * pp_size  # whole groups
+    expected = makespan(costs, stages=pp_size, chunks=vpp_size, group=pp_size)
     assert pipeline_time(costs, pp_size=pp_size, vpp_size=vpp_size) == expected
 
 
-def test_slots_of_a_pipeline_rise_and_fall():
-    grid = plan(
-        np.arange(1, 200),
-        cost_model=CostModel(linear=9, quadratic=1),
-        topology=Topology(2, pp_size=4),
-        limits=Limits(900),
-    ).cost_grid
-    for row in grid.tolist():
-        peak = row.index(max(row))
-        assert row[: peak + 1] == sorted(row[: peak + 1])
-        assert row[peak:] == sorted(row[peak:], reverse=True)
+@pytest.mark.parametrize(
+    ("count", "dp_size", "pp_size", "vpp_size"), [(15, 8, 4, 1), (63, 8, 4, 2), (63, 4, 8, 2), (7, 4, 8, 1)]
+)
+def test_one_sample_fewer_makes_no_step_slower(count, dp_size, pp_size, vpp_size):
+    group = pp_size if vpp_size > 1 else 1
+    options = {
+        "cost_model": CostModel(linear=49_000, quadratic=1, per_microbatch=128 * 49_000),
+        "topology": Topology(dp_size, pp_size=pp_size, vpp_size=vpp_size, microbatch_multiple=group),
+        "limits": Limits(16384),
+    }
+    fewer, all_samples = (plan([8192] * number, **options) for number in (count, count + 1))
+    assert fewer.predicted_cost <= all_samples.predicted_cost
+    assert fewer.num_microbatches == all_samples.num_microbatches
+
+
+def test_samples_that_stay_on_their_ranks_are_planned_by_the_makespan_too():
+    lengths = np.random.default_rng(5).lognormal(7, 1.2, 128).astype(np.int64).clip(16, 16000)
+    options = {
+        "cost_model": CostModel(linear=49_000, quadratic=1, per_microbatch=128 * 49_000),
+        "topology": Topology(4, pp_size=4),
+        "limits": Limits(16384),
+    }
+    homes = np.arange(128) % 4
+    bound = build_data_schedule(lengths, home_ranks=homes, move_samples=False, **options).check()
+    costs = [int(cost) for cost in bound.cost_grid[bound.cost_grid.sum(axis=1).argmax()]]
+    assert bound.predicted_cost < makespan(sorted(costs), stages=4)
+    free = build_data_schedule(lengths, home_ranks=homes, **options).check()
+    assert free.predicted_cost <= bound.predicted_cost

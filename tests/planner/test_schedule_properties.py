@@ -45,15 +45,16 @@ def planning_inputs(draw):
     """The layout first: a third has the work of experts, on more than one rank of an expert-parallel group."""
     cap = draw(st.sampled_from([1, 7, 64, 512]))
     ep_size, tp_size = draw(st.sampled_from([1, 1, 4, 2, 1, 4])), draw(st.sampled_from([1, 2]))
+    pp_size, vpp_size = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([1, 2]))
     topology = Topology(
         draw(st.sampled_from([4, 8] if ep_size > 1 else [1, 2, 3, 4, 5, 8])),
         cp_size=draw(st.sampled_from([1] if ep_size == 2 else [1, 1, 2])),
         tp_size=tp_size,
-        pp_size=draw(st.sampled_from([1, 1, 2, 4])),
-        vpp_size=draw(st.sampled_from([1, 2])),
+        pp_size=pp_size,
+        vpp_size=vpp_size,
         ep_size=ep_size,
         etp_size=tp_size,
-        microbatch_multiple=draw(st.integers(1, 4)),
+        microbatch_multiple=draw(st.integers(pp_size if vpp_size > 1 else 1, 4)),
         sequence_parallel=draw(st.booleans()),
         fully_sharded=draw(st.sampled_from([False, False, False, True])),
     )

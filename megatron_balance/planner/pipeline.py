@@ -1,0 +1,155 @@
+"""The time that micro-batches take on the stages of a pipeline, in the order in which Megatron runs their passes.
+
+A stage holds `num_chunks` model chunks. One chunk: stage s of P runs P-1-s forwards, then one forward and one backward
+in turn, then the backwards that are left (D. Narayanan et al., "Efficient large-scale language model training on GPU
+clusters using Megatron-LM", 2021). Several chunks: forwards follow Megatron's schedule table, groups of `group_size`
+micro-batches chunk by chunk; backwards follow it with the chunks reversed; stage s starts with
+2(P-1-s) + (V-1)*group_size forwards (megatron.core.pipeline_parallel.schedules of 0.19: `get_schedule_table`,
+`get_pp_rank_microbatches`).
+
+A pass waits for the pass before it on its stage and for its input: the same pass on the stage before, a backward on the
+stage behind, at the ends on the neighbouring chunk. All this depends on the numbers of stages, chunks and micro-batches
+alone, so the passes are sorted once by the longest chain of waits that leads to them (their level), and the times of
+many candidates are computed at once, level by level.
+
+Assumed: a backward takes as long as two forwards, and messages between stages take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+PeerWait = Callable[[Ints, Ints], Ints]
+"""Maps times `[num_ranks, n]` at which ranks are ready for slots `[n]` to those at which their peers are ready too."""
+
+Pass = tuple[bool, int, int]
+"""Whether it is a backward, the micro-batch, the chunk."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages that every micro-batch passes.
+
+    Attributes:
+        num_stages: pipeline-parallel ranks.
+        num_chunks: model chunks of a stage (virtual pipeline).
+        group_size: micro-batches that pass a chunk before the next chunk starts, under several chunks.
+        kinds: `[num_stages][num_chunks]` kind of each chunk, a row of the costs; all of kind 0 where it is empty.
+    """
+
+    num_stages: int = 1
+    num_chunks: int = 1
+    group_size: int = 1
+    kinds: tuple[tuple[int, ...], ...] = ()
+
+    def passes(self, stage: int, num_microbatches: int) -> list[Pass]:
+        """The passes of a stage, in the order in which it runs them."""
+        chunks, width = self.num_chunks, num_microbatches if self.num_chunks == 1 else self.group_size
+        table = [
+            (microbatch, chunk)
+            for start in range(0, num_microbatches, max(width, 1))
+            for chunk in range(chunks)
+            for microbatch in range(start, min(start + width, num_microbatches))
+        ]
+        behind = self.num_stages - 1 - stage
+        warmup = min(behind if chunks == 1 else 2 * behind + (chunks - 1) * self.group_size, len(table))
+        forwards = [(False, microbatch, chunk) for microbatch, chunk in table]
+        backwards = [(True, microbatch, chunks - 1 - chunk) for microbatch, chunk in table]
+        order = forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+            order += [forward, backward]
+        return order + backwards[len(table) - warmup :]
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """All passes of a pipeline sorted by level; the last entry of `end` stands for a start at time 0."""
+
+    bounds: list[int]  # [num_levels + 1] first pass of each level
+    before: Ints  # [num_passes] pass that runs before it on its stage
+    source: Ints  # [num_passes] pass whose output it needs
+    slot: Ints  # [num_passes]
+    row: Ints  # [num_passes] row of the pass times: (kind * 2 + backward) * num_microbatches + slot
+
+
+@lru_cache(maxsize=256)
+def _levels(pipeline: Pipeline, num_microbatches: int) -> _Levels:
+    stages, chunks = pipeline.num_stages, pipeline.num_chunks
+
+    def source(stage: int, backward: bool, microbatch: int, chunk: int) -> tuple[int, Pass] | None:
+        if not backward:
+            if stage:
+                return stage - 1, (False, microbatch, chunk)
+            return (stages - 1, (False, microbatch, chunk - 1)) if chunk else None
+        if stage < stages - 1:
+            return stage + 1, (True, microbatch, chunk)
+        return (0, (True, microbatch, chunk + 1)) if chunk < chunks - 1 else (stage, (False, microbatch, chunk))
+
+    orders = [pipeline.passes(stage, num_microbatches) for stage in range(stages)]
+    level: dict[tuple[int, Pass], int] = {}
+    position = [0] * stages
+    remaining = sum(map(len, orders))
+    while remaining:
+        before = remaining
+        for stage, order in enumerate(orders):
+            while position[stage] < len(order):
+                this = order[position[stage]]
+                needed = source(stage, *this)
+                if needed is not None and needed not in level:
+                    break
+                previous = level[stage, order[position[stage] - 1]] if position[stage] else -1
+                level[stage, this] = 1 + max(previous, -1 if needed is None else level[needed])
+                position[stage] += 1
+                remaining -= 1
+        assert remaining < before, "the order of Megatron's passes has no circle"
+    ordered = sorted(level, key=lambda key: level[key])  # stable: equal levels stay stage by stage
+    number = {key: index for index, key in enumerate(ordered)} | {None: len(ordered)}
+    previous_of = {
+        (stage, this): (stage, order[index - 1]) if index else None
+        for stage, order in enumerate(orders)
+        for index, this in enumerate(order)
+    }
+    slot = np.array([this[1] for _, this in ordered], dtype=np.int64)
+    kind = [pipeline.kinds[stage][this[2]] if pipeline.kinds else 0 for stage, this in ordered]
+    backward = np.array([this[0] for _, this in ordered], dtype=np.int64)
+    counts = np.bincount([level[key] for key in ordered]) if ordered else np.zeros(0, dtype=np.int64)
+    return _Levels(
+        [0, *np.cumsum(counts).tolist()],
+        np.array([number[previous_of[key]] for key in ordered], dtype=np.int64),
+        np.array([number[source(key[0], *key[1])] for key in ordered], dtype=np.int64),
+        slot,
+        (2 * np.array(kind, dtype=np.int64) + backward) * num_microbatches + slot,
+    )
+
+
+def makespans(costs: Ints, pipeline: Pipeline, *, peers: PeerWait | None = None) -> Ints:
+    """Time from the first forward to the last backward, `[num_candidates]`.
+
+    Args:
+        costs: `[num_candidates, num_kinds, num_microbatches]` of each micro-batch in slot order: the time that all
+            stages together would take if every chunk were of this kind. A chunk takes `1 / (num_stages*num_chunks)`.
+        peers: who waits for whom before each pass of a slot, where candidates are ranks that meet.
+    """
+    num_candidates, num_kinds, num_microbatches = costs.shape
+    num_parts = 3 * pipeline.num_stages * pipeline.num_chunks
+    if pipeline.num_stages == 1:
+        return costs[:, 0].sum(axis=1)
+    # Times are whole in units of 1/num_parts of a cost; costs too large for that lose their last bits, upwards.
+    largest = num_parts * int(costs.max(initial=0)) * num_microbatches
+    shift = max(0, largest.bit_length() - 62)
+    forward = (-(-costs // (1 << shift)) if shift else costs).transpose(1, 2, 0)
+    times = np.stack([forward, 2 * forward], axis=1).reshape(2 * num_kinds * num_microbatches, num_candidates)
+    levels = _levels(pipeline, num_microbatches)
+    end = np.zeros((levels.row.size + 1, num_candidates), dtype=np.int64)
+    for start, stop in zip(levels.bounds, levels.bounds[1:], strict=False):
+        ready = np.maximum(end[levels.before[start:stop]], end[levels.source[start:stop]])
+        if peers is not None:
+            ready = peers(ready.T, levels.slot[start:stop]).T
+        end[start:stop] = ready + times[levels.row[start:stop]]
+    return -(-end.max(axis=0) // num_parts) << shift
