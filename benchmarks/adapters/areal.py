@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.adapters.trained import step_of
 from megatron_balance.adapters.areal import balance_batch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import resolve_cost
@@ -88,18 +89,22 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         "AReaL's controller (greedy)": areals("greedy"),
         "AReaL's kk": areals("kk"),
         "adapter": ours(tokens),
-        "adapter, any number of rows": ours(tokens, equal_count=False),
+        "adapter, any number of sequences": ours(tokens, equal_count=False),
         "adapter by FLOPs": ours(flops),
     }
     return {
         name: [
-            float(coefficients_of_variation(split, dp_size=dp_size, cost_model=cost, num_seeds=args.seeds).mean())
-            for cost in (tokens, flops)
-            for dp_size in DP_SIZES
+            *(
+                float(coefficients_of_variation(split, dp_size=dp_size, cost_model=cost, num_seeds=args.seeds).mean())
+                for cost in (tokens, flops)
+                for dp_size in DP_SIZES
+            ),
+            *step_of([[lengths] for lengths in split(draw_batches(0, dp_size=8), 8)], together=False),
         ]
         for name, split in splits.items()
     }
 
 
 COLUMNS = [f"{unit}, DP{dp_size}" for unit in ("tokens", "FLOPs") for dp_size in DP_SIZES]
-SAYS = "Coefficient of variation of the ranks' tokens, or FLOPs of Qwen3-8B; 32 rows."
+COLUMNS += ["CPU s", "over the mean"]
+SAYS = "Coefficient of variation of the ranks' tokens, or FLOPs of Qwen3-8B; 32 sequences. CPU seconds on 8 ranks."

@@ -3,7 +3,8 @@
 Lengths are an eighth of those planned at full size, and so is the width (320 for 2560): attention has its share of
 FLOPs. The ranks of a plan run one after another on one core, micro-batch by micro-batch: packed sequences, attention
 within each, forward and backward. Their seconds are CPU time of this process, so that the machine's other work counts
-little; a warm-up comes first, and the quickest of three passes counts, micro-batch by micro-batch.
+little; a warm-up comes first, and for the ablation the quickest of three passes counts, micro-batch by
+micro-batch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from megatron_balance import ModelShape
 SCALE = 8
 WIDTH, HEADS, LAYERS, VOCABULARY = 320, 5, 2, 512
 FFN, EXPERTS, TOPK, EXPERT_FFN = 4 * WIDTH, 8, 2, WIDTH
-PASSES = 3
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """`[num_ranks][num_microbatches]` lengths of the sequences that train."""
@@ -63,15 +63,15 @@ class Trained:
         return [float(step), float(step / self.seconds.sum(axis=1).mean())]
 
 
-def train(ranks: Ranks, *, is_moe: bool = False) -> Trained:
+def train(ranks: Ranks, *, is_moe: bool = False, num_passes: int = 3) -> Trained:
     """The step of a plan; the tokens of a sequence depend on its length alone, so that every plan trains the same."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = _Model(is_moe)
     _run(model, [64, 64])
     most = max(map(len, ranks))
-    seconds = np.full((PASSES, len(ranks), most), 0.0)
-    for index in range(PASSES):
+    seconds = np.full((num_passes, len(ranks), most), 0.0)
+    for index in range(num_passes):
         model.zero_grad()
         for rank, slots in enumerate(ranks):
             for slot, lengths in enumerate(slots):
@@ -80,6 +80,12 @@ def train(ranks: Ranks, *, is_moe: bool = False) -> Trained:
                 seconds[index, rank, slot] = time.process_time() - begin
     gradient = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters() if parameter.grad is not None])
     return Trained(seconds.min(axis=0), gradient)
+
+
+def step_of(ranks: Ranks, *, together: bool) -> list[float]:
+    """The figures of a plan of sequences of full size, trained at an eighth of their lengths."""
+    small = [[[small_length(length) for length in slot] for slot in slots] for slots in ranks]
+    return train(small, num_passes=1).figures(together=together)
 
 
 def difference(gradient: Tensor, reference: Tensor) -> float:

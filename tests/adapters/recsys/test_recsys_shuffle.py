@@ -1,4 +1,4 @@
-"""Rows of the real torchrec moved between real gloo processes: batches of which every value names its origin.
+"""R31: rows of the real torchrec moved between real gloo processes: batches of which every value names its origin.
 
 What is installed for it, in a double of recsys-examples, is checked first and undone in the end.
 """
