@@ -105,8 +105,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 COLUMNS = ["over the cap", "rank max/mean", "sum of slot max/mean", "micro-batches", "CPU s", "over the mean"]
 SAYS = (
-    "Qwen3-4B on 4 ranks, cap 9216, 128 samples lognormal(7, 1): means over 50 rollout batches, by FLOPs; CPU seconds of a "
-    "step."
+    "Qwen3-4B on 4 ranks, cap 9216, 128 samples lognormal(7, 1): means over 50 rollout batches, by FLOPs; CPU "
+    "seconds of a step."
 )
 
 
