@@ -32,6 +32,8 @@ class Topology:
             (`microbatch_group_size_per_vp_stage` under interleaving).
         sequence_parallel: activations are split over tensor-parallel ranks along the sequence.
         fully_sharded: weights are gathered in every micro-batch (FSDP, ZeRO-3).
+        reduces_in_microbatches: all data-parallel ranks reduce a number in every micro-batch (FP8's `delayed` scaling,
+            an auxiliary loss over all ranks).
         token_alignment: the tokens of a micro-batch on each GPU, once context and sequence parallelism have split
             them, are a multiple of this, as FP8 and FP4 layers require. 1 for none.
         dynamic_cp: every micro-batch has a context-parallel size of its own, a power of two of the
@@ -53,6 +55,7 @@ class Topology:
     microbatch_multiple: int = 1
     sequence_parallel: bool = False
     fully_sharded: bool = False
+    reduces_in_microbatches: bool = False
     token_alignment: int = 1
     dynamic_cp: bool = False
     max_cp_size: int | None = None
@@ -98,8 +101,8 @@ class Topology:
 
     @property
     def has_even_slots(self) -> bool:
-        """True if all ranks run the same number of micro-batches: those of a pipeline or of experts meet in each."""
-        return self.pp_size > 1 or self.ep_size > 1 or self.fully_sharded
+        """True if all ranks run the same number of micro-batches: those of a pipeline meet in each, as others may."""
+        return self.pp_size > 1 or self.ep_size > 1 or self.microbatch_span > 1
 
     @property
     def token_multiple(self) -> int:
@@ -124,6 +127,18 @@ class Topology:
     @property
     def _sp_size(self) -> int:
         return self.tp_size if self.sequence_parallel else 1
+
+    @property
+    def microbatch_span(self) -> int:
+        """Neighbouring data-parallel ranks, or leaves, that wait for one another in every micro-batch; 1 for none.
+
+        Example:
+            >>> [Topology(8, **ranks).microbatch_span for ranks in ({}, {"ep_size": 4}, {"fully_sharded": True})]
+            [1, 4, 8]
+        """
+        if self.fully_sharded or self.reduces_in_microbatches:
+            return self.num_leaves if self.dynamic_cp else self.dp_size
+        return self.ep_span
 
     @property
     def ep_span(self) -> int:

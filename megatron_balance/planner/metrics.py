@@ -174,8 +174,8 @@ def _pipeline_imbalance(
     slot_of: Ints, cp_sizes: Ints, *, grid: Ints, batch: Batch | SizedBatch, topology: Topology
 ) -> float:
     """See ScheduleMetrics. `grid`: `[num_ranks, num_microbatches]`."""
-    # With experts spread over ranks these meet on every stage; with sizes of their own all leaves do.
-    objective = "microbatch" if topology.dynamic_cp and topology.ep_span > 1 else "pipeline"
+    # Ranks that meet in micro-batches do so on every stage; with sizes of their own all leaves do.
+    objective = "microbatch" if topology.dynamic_cp and topology.microbatch_span > 1 else "pipeline"
     where = waiting(objective, topology=topology)
     even = int(where.times(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))[0])
     judged = replace(batch, waiting=where)

@@ -1,12 +1,12 @@
 """The time of a step: which ranks wait for one another in every micro-batch, and how micro-batches pass a pipeline.
 
     step        ranks meet once a step, at the gradient reduction: the largest sum over a rank's micro-batches
-    microbatch  ranks meet in every micro-batch (experts spread over ranks, FSDP): the sum over slots of the costliest
-                rank that meets there, of the slowest group
+    microbatch  ranks meet in every micro-batch (`Topology.microbatch_span`: experts, FSDP, FP8's delayed scaling): the
+                sum over slots of the costliest rank that meets there, of the slowest group
     pipeline    ranks meet once, after a one-forward-one-backward pipeline: the largest makespan of a rank
 
-With expert-parallel groups over several ranks and pipeline stages, a stage waits for its group in each slot: the time
-is the largest makespan of the groups' costliest micro-batches.
+With such meetings and pipeline stages, a stage waits for its group in each slot: the time is the largest makespan of
+the groups' costliest micro-batches.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def waiting(objective: str, *, topology: Topology) -> Waiting:
     several, so that all leaves meet or none.
     """
     in_slots = objective == "microbatch"
-    spreads_experts = topology.ep_span > 1
-    staged = objective == "pipeline" or (in_slots and spreads_experts and topology.pp_size > 1)
+    meets = topology.microbatch_span > 1
+    staged = objective == "pipeline" or (in_slots and meets and topology.pp_size > 1)
     if topology.dynamic_cp:
         span = topology.num_leaves if in_slots else 1
     elif in_slots:
-        span = topology.dp_size if topology.fully_sharded or not spreads_experts else topology.ep_span
+        span = topology.microbatch_span if meets else topology.dp_size
     else:
         span = topology.ep_span if objective == "pipeline" else 1
     pipeline = Pipeline(topology.pp_size, topology.vpp_size, topology.microbatch_multiple) if staged else Pipeline()
@@ -77,7 +77,7 @@ def resolve_objective(objective: str, *, topology: Topology) -> str:
         raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(OBJECTIVES)}.")
     if objective != "auto":
         return objective
-    if topology.ep_span > 1 or topology.fully_sharded:
+    if topology.microbatch_span > 1:
         return "microbatch"
     return "pipeline" if topology.pp_size > 1 else "step"
 

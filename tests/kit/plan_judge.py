@@ -85,7 +85,7 @@ class Batch:
     @property
     def is_makespan(self) -> bool:
         """The time is that of a pipeline."""
-        waits = self.expert_span > 1 and self.topology.pp_size > 1
+        waits = self.topology.microbatch_span > 1 and self.topology.pp_size > 1
         return self.objective == "pipeline" or (self.objective == "microbatch" and waits)
 
     @property

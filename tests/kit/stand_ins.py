@@ -141,6 +141,27 @@ def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
     training.setup_model_and_optimizer = then_say
 
 
+def amax_reduction(watch: Watch) -> None:
+    """Reduce a number over Megatron's group of amaxes in every forward and backward, as `delayed` FP8 layers do."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    stock = TransformerBlock.forward
+
+    def reduce(_: object = None) -> None:
+        dist.all_reduce(torch.zeros(1), group=parallel_state.get_amax_reduction_group(with_context_parallel=True))
+
+    def forward(block: TransformerBlock, *positional: Any, **keywords: Any) -> Tensor:
+        output = stock(block, *positional, **keywords)
+        reduce()
+        if output.requires_grad:
+            output.register_hook(reduce)
+        return output
+
+    TransformerBlock.forward = forward  # type: ignore[method-assign]
+
+
 def two_documents(watch: Watch) -> None:
     """Rows of validation hold two documents each."""
 

@@ -16,6 +16,8 @@ from make_pages import PAGES
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore import add_balance_args, cautions
+from megatron_balance.mcore.setup.settings import topology_of
+from megatron_balance.planner import resolve_objective
 
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
@@ -285,3 +287,28 @@ def test_a_rule_about_a_release_asks_the_module_that_is_imported(
         monkeypatch.setattr("megatron.core.package_info.__version__", imported)
         with pytest.raises(BalanceError, match=r"install megatron-core 0\.19"):
             parsed(f"{flags} --transformer-impl local --spec module function")
+
+
+@pytest.mark.parametrize(
+    ("flags", "objective"),
+    [
+        ("--fp8-format hybrid", "microbatch"),  # its recipe is delayed
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "step"),
+        (f"--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 {EXPERTS}", "microbatch"),
+        (f"--moe-router-load-balancing-type global_aux_loss {EXPERTS}", "step"),
+    ],
+)
+def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags: str, objective: str) -> None:
+    """Fault: plans of `delayed` FP8 levelled steps, and with sizes of their own ranks never met."""
+    options = vars(parsed(flags)) | {"world_size": 8}
+    topology = topology_of(options)
+    assert resolve_objective("auto", topology=topology) == objective
+    assert topology.has_even_slots is (objective == "microbatch")
+    if "--fp8-format" in flags:  # no flag sets it, a loop's configuration may
+        for sizes in (
+            {},
+            {"context_parallel_size": 2},
+            {"context_parallel_size": 2, "balance_context_parallel": "all"},
+        ):
+            topology = topology_of(options | sizes | {"tp_only_amax_red": True, "fp8_recipe": "delayed"})
+            assert topology.reduces_in_microbatches is ("balance_context_parallel" in sizes)

@@ -83,6 +83,7 @@ def test_the_objective_follows_the_topology():
     assert objective(ep_size=2) == "microbatch"
     assert objective(ep_size=2, tp_size=2) == "step"
     assert objective(pp_size=2, fully_sharded=True) == "microbatch"
+    assert objective(reduces_in_microbatches=True) == "microbatch"
 
 
 def test_the_type_of_the_lengths_does_not_matter():

@@ -164,6 +164,7 @@ def fp8(recipe: str) -> StandIns:
     return (("stand_ins:precision_settings", {"settings": settings}),)
 
 
+DELAYED: StandIns = (*fp8("delayed"), ("stand_ins:amax_reduction", {}))
 KERNELS: StandIns = (("families:kernels", {}),)
 PADDED: StandIns = (("stand_ins:padded_rows", {}),)
 AT_THE_ENDS = ("stand_ins:data_at_the_ends", {})
@@ -243,6 +244,7 @@ ROWS = [
     Row("fp8-blockwise", "DP2", ours=fp8("blockwise"), multiple=128),
     Row("nvfp4", "TP2-SP", ours=fp8("nvfp4"), slow=True, multiple=256),
     Row("mxfp8", "PP2", ours=fp8("mxfp8"), slow=True, multiple=32),
+    Row("fp8-delayed", "DP4", DYNAMIC_CP, ours=DELAYED, multiple=16),
     Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True, multiple=256),
     # Auxiliary losses depend on which samples share a micro-batch: one each, as stock has them, some with filler.
     Row(

@@ -107,8 +107,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--balance-objective",
         choices=OBJECTIVES,
         default="auto",
-        help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP), or in "
-        "a pipeline; auto reads it from the parallel sizes.",
+        help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP, "
+        "--fp8-recipe delayed), or in a pipeline; auto reads it from the options.",
     )
     add(
         "--balance-algorithm",

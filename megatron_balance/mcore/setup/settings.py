@@ -22,7 +22,7 @@ from megatron_balance.cost.rates import (
     WITHIN_NODE,
     exchange_flops_per_token,
 )
-from megatron_balance.mcore.options import Options, cautions, has_delta_net
+from megatron_balance.mcore.options import Options, cautions, has_delta_net, holds
 from megatron_balance.mcore.setup.alignment import bucketed_limits, token_alignment
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.model.shape import ModelShape
@@ -218,6 +218,17 @@ def _exchange(
     )
 
 
+_REDUCTIONS = (
+    # transformer_block.py: one autocast a forward, at whose end Transformer Engine reduces amaxes over the group of
+    # parallel_state.get_amax_reduction_group; and again in the backward pass. tp_only_amax_red leaves TP and static CP.
+    "fp8 fp8_recipe=delayed !tp_only_amax_red",
+    "fp8 fp8_recipe=delayed balance_context_parallel context_parallel_size>1",
+    # moe/router.py, _apply_global_aux_loss
+    "moe_router_load_balancing_type=global_aux_loss :aux_loss",
+)
+"""When all data-parallel ranks reduce a number in every micro-batch."""
+
+
 def topology_of(options: Options) -> Topology:
     """The ranks of a run; before validation as many data-parallel ranks as the world leaves."""
     tp_size, pp_size, cp_size = (
@@ -238,6 +249,7 @@ def topology_of(options: Options) -> Topology:
         microbatch_multiple=(options["microbatch_group_size_per_vp_stage"] or pp_size) if interleaved else 1,
         sequence_parallel=bool(options["sequence_parallel"]),
         fully_sharded=bool(options["use_megatron_fsdp"] or options["use_torch_fsdp2"]),
+        reduces_in_microbatches=any(holds(condition, options) for condition in _REDUCTIONS),
         token_alignment=token_alignment(options),
         dynamic_cp=limit is not None,
         max_cp_size=None if limit == ALL_RANKS else limit,
