@@ -241,6 +241,15 @@ def test_stock_is_what_megatron_runs_or_asked_for(tmp_path: Path, capsys: pytest
     assert 1 <= masked["policies"]["by-flops"]["speedup"] < 1.2
 
 
+def test_the_first_line_is_stock_and_more_steps_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num_samples, has_more in ((8192, False), (8193, True), (8192 + 64, True), (8191, False)):
+        np.save(tmp_path / "many.npy", np.full(num_samples, 100) + np.arange(num_samples) % 7)
+        assert compare(tmp_path / "many.npy", *BATCH) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("Stock: one sample a micro-batch, without padding.\n")
+        assert ("Note: these are the first 128 steps; --steps plans more." in printed) == has_more
+
+
 def test_lengths_that_surprise_are_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = ["--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
     for lengths, is_doubted in (([2, 2, 2, 2], True), ([0, 3, 1, 2], True), ([100, 20, 30, 7], False)):

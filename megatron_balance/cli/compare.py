@@ -184,19 +184,23 @@ def _compare(args: argparse.Namespace) -> bytes:
             f"--policy is {args.policy!r}: it must be one of {', '.join(names)}. --model adds policies by FLOPs, "
             "--cost seconds.json the calibrated one."
         )
-    if record is None:
+    if record is not None:
+        batches = _batches_of_record(record, steps=args.steps, dp_size=topology.dp_size)
+        has_more = len(batches) < sum(step.lengths.size > 0 for step in record.steps)
+        row_tokens = None if batches[0].rows is None else batches[0].row_tokens
+        words = "as they are" if row_tokens is None else f"filled up to {row_tokens} tokens"
+        words = f"the recorded rows, {words}, one a micro-batch"
+    else:
         assert rows is not None
         batches = batches_of_rows(args, stock=rows, topology=topology, limits=limits)
+        has_more = rows.rows.counts.size > max(MAX_SAMPLES // args.global_batch_size, 1) * args.global_batch_size
+        words = STOCKS[kind].format(args.seq_length)
         if rows.num_cut:
             reasons.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")
-    else:
-        batches = _batches_of_record(record, steps=args.steps, dp_size=topology.dp_size)
+    say(f"Stock: {words}.", style="bold")
+    if has_more and args.steps is None:
+        reasons.append(f"these are the first {len(batches)} steps; --steps plans more.")
     row_tokens = batches[0].row_tokens
-    if record is not None:
-        words = "as they are" if batches[0].rows is None or not row_tokens else f"filled up to {row_tokens} tokens"
-        say(f"Stock: the recorded rows, {words}, one a micro-batch.", style="bold")
-    else:
-        say(f"Stock: {STOCKS[kind].format(args.seq_length)}.", style="bold")
     lengths = np.concatenate([batch.segments for batch in batches])
     say(
         f"{sum(batch.lengths.size for batch in batches)} samples in {len(batches)} steps. Lengths: mean "
@@ -294,8 +298,6 @@ def _batches_of_record(record: RunRecord, *, steps: int | None, dp_size: int) ->
     if steps is None:
         samples = np.cumsum([batch.lengths.size for batch in batches])
         steps = max(int((samples <= MAX_SAMPLES).sum()), 1)
-        if steps < len(batches):
-            say(f"Planning the first {steps} of {len(batches)} steps (--steps {len(batches)} for all).")
     return batches[:steps]
 
 

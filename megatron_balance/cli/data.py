@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cli.screen import in_a_line, progress, say
+from megatron_balance.cli.screen import in_a_line, progress
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import (
@@ -87,13 +87,10 @@ def _is_index(path: str) -> bool:
 def batches_of_rows(
     args: argparse.Namespace, *, stock: StockRows, topology: Topology, limits: Limits
 ) -> Sequence[StepRecord]:
-    """Whole global batches of rows, and a line where there are more rows than are planned."""
+    """Whole global batches of rows."""
     size, counts, steps = args.global_batch_size, stock.rows.counts, args.steps
     if steps is None:
-        most = max(MAX_SAMPLES // size, 1)
-        if counts.size > most * size:
-            say(f"Planning the first {most} steps (--steps for more).")
-        steps = min(most, max(counts.size // size, 1))
+        steps = min(max(MAX_SAMPLES // size, 1), max(counts.size // size, 1))
     if counts.size < steps * size:
         remedy = "lower it" if args.steps is None else "lower one of them"
         needs = f"{steps} steps of --global-batch-size {size} need {steps * size} rows"
