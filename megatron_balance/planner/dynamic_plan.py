@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_balance.planner.batch import Plan, sums
+from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.fixed_ranks import pour_each
 from megatron_balance.planner.inputs import Ints
-from megatron_balance.planner.plan import pour
+from megatron_balance.planner.pipeline_plan import EFFORT, plan_pipeline
+from megatron_balance.planner.plan import GOOD_ENOUGH, plan, pour
 from megatron_balance.planner.times import mountain_order
 
 TOLERANCE = 2048
@@ -44,15 +45,51 @@ MAX_FILLED = 65536
 
 
 def plan_sizes(batch: SizedBatch) -> Plan:
-    """Plans on the tree where leaves meet once a step, in rows where in every slot; in a pipeline the better one."""
+    """Plans on the tree where leaves meet once a step, in rows where in every slot, and at every single size.
+
+    The fastest is taken, the first of equals; a pipeline is planned both ways.
+    """
     if not batch.num_samples:
         sizes = np.ones((batch.num_leaves, batch.multiple if batch.even else 1), dtype=np.int64)
         return Plan(np.zeros(0, dtype=np.int64), sizes)
-    if batch.waiting.in_slots:
-        return plan_in_rows(batch)
-    if not batch.waiting.is_makespan:
-        return plan_on_tree(batch)
-    return min(plan_in_rows(batch), plan_on_tree(batch), key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
+    waiting = batch.waiting
+    plans = [plan_in_rows(batch)] if waiting.in_slots or waiting.is_makespan else []
+    plans += [plan_on_tree(batch)] if not waiting.in_slots else []
+
+    def time(plan: Plan) -> int:
+        return batch.time(plan.slot_of, plan.cp_sizes)
+
+    bound = batch.lower_bound()
+    if min(map(time, plans)) > bound + bound // GOOD_ENOUGH:
+        plans += [plan for level in range(batch.num_levels) if (plan := plan_at_size(batch, level)) is not None]
+    return min(plans, key=time)
+
+
+def plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
+    """The plan in which `2**level` leaves share every micro-batch; None where samples or leaves do not divide so."""
+    size = 1 << level
+    if batch.num_leaves % size or int(batch.least_levels.max()) > level:
+        return None
+    span = max(batch.waiting.span // size, 1)
+    replicas = Batch(
+        batch.costs[level][None],
+        shared=-(-batch.shared[level] // size),
+        weights=np.minimum(batch.tokens[level], batch.cap + 1),
+        cap=batch.cap,
+        num_ranks=batch.num_leaves // size,
+        waiting=replace(batch.waiting, span=span),
+        expert_span=max(batch.expert_span // size, 1),
+        launch=batch.launch,
+        multiple=batch.multiple if batch.even else 1,
+    )
+    if replicas.num_ranks % replicas.expert_span or span % replicas.expert_span:
+        return None
+    if replicas.waiting.is_makespan:
+        found = plan_pipeline(replicas, effort=EFFORT // batch.num_levels)
+    else:
+        found = plan(replicas)
+    rank, slot = np.divmod(found.slot_of, found.cp_sizes.shape[1])
+    return Plan(rank * size * found.cp_sizes.shape[1] + slot, (found.cp_sizes * size).repeat(size, axis=0))
 
 
 def plan_on_tree(batch: SizedBatch) -> Plan:

@@ -1,6 +1,7 @@
 """Plans with a context-parallel size for each micro-batch: every invariant, executed step by step."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from plan_judge import Batch
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.planner import batch_of, dynamic_plan
 
 COST_MODELS = [
     CostModel.tokens(),
@@ -291,3 +293,30 @@ def test_attention_hides_the_exchange_of_long_samples():
         schedule = plan([length], topology=topology, cap=length // size, cost_model=model).check()
         assert schedule.cp_sizes == ((size,),) * size
         assert schedule.predicted_cost == schedule.lower_bound == (100 * length + length**2 + waited) // size
+
+
+@pytest.mark.parametrize("ranks", [{}, {"fully_sharded": True}, {"pp_size": 4}])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_is_slower_than_one_size_for_all(ranks, seed):
+    lengths = np.random.default_rng(seed).integers(2000, 4000, 24)
+    topology = Topology(2, cp_size=4, dynamic_cp=True, **ranks)
+    model = CostModel(linear=44_000, quadratic=1, cp_exchange=3_500, per_microbatch=128 * 44_000)
+    schedule = build_data_schedule(lengths, cost_model=model, topology=topology, limits=Limits(4096)).check()
+    batch = batch_of(schedule)
+    for level, size in enumerate(topology.dynamic_cp_sizes):
+        # Round-robin over the groups of one size, two samples a micro-batch where they fit.
+        groups, held = 8 // size, max(4096 * size // 4000, 1)
+        slots = -(-24 // (groups * held))
+        group, slot = np.arange(24) % groups, np.arange(24) // groups // held
+        sizes = np.full((8, slots), size)
+        assert level < batch.num_levels
+        assert schedule.predicted_cost <= batch.time(group * size * slots + slot, sizes)
+
+
+def test_short_samples_by_tokens_end_the_search_for_a_target():
+    calls = []
+    original = dynamic_plan._nodes_within
+    with mock.patch.object(dynamic_plan, "_nodes_within", lambda *a, **k: calls.append(0) or original(*a, **k)):
+        topology = Topology(8, dynamic_cp=True)
+        build_data_schedule([100] * 16, cost_model=CostModel.tokens(), topology=topology, limits=Limits(4096)).check()
+    assert len(calls) < 20
