@@ -63,7 +63,11 @@ class Topology:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(field.default, bool) or (value is None and field.default is None):
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise BalanceError(f"Topology.{field.name} is {value!r}: it must be True or False.")
+                continue
+            if value is None and field.default is None:
                 continue
             object.__setattr__(self, field.name, check_integer(f"Topology.{field.name}", value))
         if self.pp_size > 1 and self.vpp_size > 1 and self.microbatch_multiple < self.pp_size:

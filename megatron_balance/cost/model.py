@@ -198,7 +198,7 @@ class CostModel:
         """Of each length as in a call: int64, or Python's integers where these do not fit. `[num_lengths]`"""
         longest = int(lengths.max(initial=0))
         squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
-        most = ((squares * longest) + self.linear + self.cp_received) * longest
+        most = ((squares * longest) + self.linear + self.cp_received) * max(longest, 1)
         exact: NDArray[Any] = lengths if most < MAX_TOTAL_COST else lengths.astype(object)
         in_windows = sum(coefficient * causal_pairs(exact, window=window) for window, coefficient in self.windows)
         attention = self.quadratic * exact * exact + in_windows

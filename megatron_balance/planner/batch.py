@@ -255,6 +255,8 @@ def make_batch(problem: Problem) -> Batch:
         meets_between = where.in_slots and where.span > 1 and not where.is_makespan
         costs = np.stack([scaled.image_costs, own]) if meets_between else (own + scaled.image_costs)[None]
     cap = limits.max_tokens_per_microbatch(topology)
+    if cap is not None:
+        cap = min(cap, max(int(tokens.sum()), 1))  # as good as none, and within int64
     launch = cost_model.per_microbatch
     return Batch(
         costs,

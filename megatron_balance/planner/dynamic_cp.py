@@ -219,18 +219,19 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
     shift = max(0, most.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
 
     def of_samples(costs: NDArray[Any], size: int) -> Ints:
-        """Costs on each of `size` ranks."""
-        per_rank = np.where(costs > 0, np.maximum(-(-costs // size) >> shift, 1), 0).astype(np.int64)
+        """Costs on each of `size` ranks. Rounded up once, so that a larger size never costs less in all."""
+        per_rank = (-(-costs // (size << shift))).astype(np.int64)
         return sum_segments(per_rank[inverse], num_segments=problem.num_segments)
 
     def tokens_of(tokens: Ints, size: int) -> Ints:
         return -(-sum_segments(tokens[inverse], num_segments=problem.num_segments) // size)
 
+    tokens = np.stack([tokens_of(tokens, size) for tokens, size in zip(padded, sizes, strict=True)])
     return SizedBatch(
         np.stack([of_samples(costs, size) for costs, size in zip(own, sizes, strict=True)]),
         shared=np.stack([of_samples(costs, 1) for costs in shared]),
-        tokens=np.stack([tokens_of(tokens, size) for tokens, size in zip(padded, sizes, strict=True)]),
-        cap=limits.max_tokens_per_gpu,
+        tokens=tokens,
+        cap=min(limits.max_tokens_per_gpu, max(int(tokens[0].sum()), 1)),  # as good as none, and within int64
         launch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
         num_leaves=topology.num_leaves,
         expert_span=topology.ep_span,

@@ -32,7 +32,7 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 
         raise BalanceError(f"{name} has shape {array.shape}: it must have one entry for each sample.")
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
-    if array.dtype.kind not in "iu":
+    if array.dtype.kind not in "iu" or (not isinstance(values, np.ndarray) and bool in set(map(type, values))):
         for index, value in enumerate(cast("Sequence[object]", values)):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
                 raise BalanceError(f"{name}[{index}] is {value!r}: it must be an integer of at least 0.")
@@ -97,7 +97,7 @@ class Images:
         if isinstance(image_patches, Images):
             return image_patches
         flat = [num_patches for of_sample in image_patches for num_patches in of_sample]
-        patches = as_integers(flat, name="image_patches", bits=30)  # so that squares fit in int64
+        patches = as_integers(flat, name="image_patches", bits=24)  # so that sums of squares fit in int64
         of_samples = np.array(counts, dtype=np.int64)
         return cls(np.stack([sum_segments(power, num_segments=of_samples) for power in (patches, patches**2)], axis=1))
 

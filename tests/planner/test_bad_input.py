@@ -74,3 +74,21 @@ def test_balance_names_what_is_wrong(name, value):
     arguments = {"lengths": [1, 2, 3], "num_ranks": 2, "max_tokens": 16, name: value}
     with pytest.raises(BalanceError, match=name):
         balance(arguments.pop("lengths"), **arguments)
+
+
+def test_sizes_beyond_int64_are_planned_or_refused():
+    """Each raised an OverflowError, or was taken for something else."""
+    assert balance([5, 4, 3], num_ranks=2, max_tokens=2**63) == balance([5, 4, 3], num_ranks=2, max_tokens=100)
+    huge = {"cost_model": CostModel(linear=2**70), "topology": Topology(16, fully_sharded=True)}
+    build_data_schedule([0, 0], limits=Limits(10**18), **huge).check()
+    build_data_schedule(range(1, 200), limits=Limits(10**18), **huge).check()
+    sized = Topology(4, dynamic_cp=True)
+    costs = CostModel(linear=17858035295, quadratic=7780093)  # scaled: the bound stood above the plan
+    build_data_schedule([5981984] * 5, cost_model=costs, topology=sized, limits=Limits(8_000_000)).check()
+    for wrong in ({"fully_sharded": "no"}, {"dynamic_cp": 1}):
+        with pytest.raises(BalanceError, match="must be True or False"):
+            Topology(2, **wrong)
+    with pytest.raises(BalanceError, match=r"lengths\[0\] is True"):
+        build_data_schedule([True, 3], **GOOD)
+    with pytest.raises(BalanceError, match="image_patches"):
+        build_data_schedule([1, 1], image_patches=[[2**30] * 8, [5]], **GOOD)
