@@ -30,12 +30,12 @@ from megatron_balance.mcore.model_keywords import called_with_mask, called_with_
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.figures import RunLog
 from megatron_balance.mcore.step.packs import BalancedStep, Microbatch, StepTotals
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
-from megatron_balance.mcore.watch import Watch
+from megatron_balance.mcore.watch import Watch, warn_of_oversized
 from megatron_balance.runtime.comm import with_step_context
+from megatron_balance.runtime.log import say, warn_once
 from megatron_balance.samples.unpacking import DERIVED_KEYS
 
 Schedule = Callable[..., Any]
@@ -51,7 +51,7 @@ class BalancedForwardBackward:
     loaded for it, over those that it ran with samples, in the mean.
     """
 
-    def __init__(self, settings: Settings, *, log: RunLog, args: Namespace | None) -> None:
+    def __init__(self, settings: Settings, *, args: Namespace | None) -> None:
         topology, timeout = settings.topology, settings.timeout
         self.num_done = 0
         self._args, self._is_sft = args, bool(getattr(args, "sft", False))
@@ -60,7 +60,7 @@ class BalancedForwardBackward:
         self.totals: StepTotals | None = None
         self.log_scale = 1.0
         self.pipeline_shapes: PipelineShapes | None = None
-        self._settings, self._log = settings, log
+        self._settings = settings
         layout = Layout.of_world(timeout=timeout)
         planner = StepPlanner(
             settings,
@@ -83,8 +83,10 @@ class BalancedForwardBackward:
                 topology, layout=layout, timeout=timeout, for_routers=settings.counts_router_tokens
             )
             if taken := connect(self.context.by_size):
-                log.say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
-        self.observer = Watch(settings, layout=layout, planner=planner, log=log) if planner.loads_data else None
+                say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
+        self.observer: Watch | None = None
+        if planner.loads_data or layout.is_last:
+            self.observer = Watch(settings, layout=layout, planner=planner, args=args)
         self._layout: Any = {"topology": topology, "place": layout.own}
 
     @property
@@ -154,7 +156,7 @@ class BalancedForwardBackward:
         observer = self.observer if prefetcher is self._training else None
         step = prefetcher.balance(source, num_microbatches=number)
         if num_left := prefetcher.num_left:
-            self._log.warn_once(
+            warn_once(
                 f"another iterator came while {num_left} items pulled ahead from the last one waited: they are "
                 "handed out when that one comes again. If the new one reads the same loader through a wrapper of its "
                 "own, it continues after them: wrap the loader once, or set --no-balance-overlap.",
@@ -165,7 +167,7 @@ class BalancedForwardBackward:
             self.totals = step.totals
             self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
         if step.schedule is not None:
-            self._log.warn_of_oversized(step.schedule)
+            warn_of_oversized(step.schedule)
         if observer is not None:
             observer.begin(step, iteration=self._iteration)
         if self._settings.overlap and following is not None:

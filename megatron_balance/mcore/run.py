@@ -13,8 +13,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Hook, Patches, install_hooks
@@ -23,8 +21,8 @@ from megatron_balance.mcore.options import Options, nothing_balances
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_device
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
-from megatron_balance.mcore.step.figures import RunLog
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.log import say, start_log
 from megatron_balance.runtime.process import close_all, version_of
 from megatron_balance.runtime.start import agree
 from megatron_balance.version import build_version
@@ -95,7 +93,6 @@ def build_run(
     Raises:
         BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
     """
-    log = RunLog(enabled=dist.is_initialized() and dist.get_rank() == 0)
     settings: Settings | None = None
     problem = None
     try:
@@ -120,9 +117,10 @@ def build_run(
         raise BalanceError(problem)
     if settings is None:
         return None
+    start_log()
     for line in settings.says:
-        log.say(line)
-    return BalancedForwardBackward(settings, log=log, args=args)
+        say(line)
+    return BalancedForwardBackward(settings, args=args)
 
 
 def _compared(settings: Settings, *, options: Options) -> dict[str, str]:

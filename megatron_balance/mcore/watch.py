@@ -28,6 +28,7 @@ import atexit
 import contextlib
 import functools
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -41,11 +42,12 @@ from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.figures import Figures, RunLog, log_line, mean_figures
+from megatron_balance.mcore.step.figures import Alarm, Figures, log_line, mean_figures
 from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.planner import resolve_objective
+from megatron_balance.planner import DataSchedule, resolve_objective
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
+from megatron_balance.runtime.log import say, warn_once
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 MAX_UNREAD_STEPS = 8
@@ -61,6 +63,18 @@ LEFT_FREE = 0.1
 """Part of a device that the cap leaves to other libraries, fragments and longer samples."""
 
 GIB = 2**30
+
+MOST_EXPOSED, MOST_UNEVEN = 0.01, 0.1
+"""Waiting for data over the time between two steps, and measured imbalance above the planned one, before an alarm."""
+
+EXPOSED = (
+    "steps wait for their data {share:.1%} of their time: look whether the loader keeps up (--num-workers), and "
+    "whether ranks have CPU cores to spare."
+)
+UNEVEN = (
+    "ranks are less even than planned: max/mean of their time is {above:.0%} above the plan's. Fit the costs to a "
+    "record of this run (megatron-balance fit), or look for a slow device."
+)
 
 
 class StepTimer:
@@ -111,18 +125,25 @@ class StepTimer:
 
 
 class Watch:
-    """The view of the run on one rank that loads data; its planner sends what it reports."""
+    """The view of the run on a rank that loads data, whose planner sends what it reports, or has Megatron's writers.
 
-    def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, log: RunLog) -> None:
-        self._settings, self._planner, self._log = settings, planner, log
+    `args` are those of Megatron's own loop.
+    """
+
+    def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, args: Namespace | None) -> None:
+        self._settings, self._planner, self._args = settings, planner, args
         self._prints = dist.get_rank() == 0
-        self._times = layout.own.tp == 0
+        self._times = planner.loads_data and layout.own.tp == 0
         self._on_gpu = device_kind() == "cuda"
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
         self._objective = ""
         self._figures: list[Figures] = []
+        self._unwritten: Figures = {}
+        self._planned: deque[float] = deque(maxlen=REPORTED_LATER + 1)
+        self._began = 0.0
+        self._exposed, self._uneven = Alarm(EXPOSED), Alarm(UNEVEN)
         self._shapes: set[int] = set()  # at most one for each token of the cap
         self._memory = (0, 0, 0)
         self._newest_iteration = self._most_tokens = 0
@@ -130,9 +151,10 @@ class Watch:
         if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
             folder = f"--balance-record {settings.record}"  # every rank that writes has a disk of its own to fill
             self._record = RecordThread(
-                self._open, warn=lambda text: RunLog(enabled=True).warn_once(f"{folder}: {text}")
+                self._open, warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", of_rank=True)
             )
-        planner.report = self._report
+        if planner.loads_data:
+            planner.report = self._report
         finish = self._finish  # one object, by which atexit knows it
         atexit.register(finish)
         close_on_undo(functools.partial(atexit.unregister, finish))
@@ -149,8 +171,14 @@ class Watch:
         self._say_figures()
         self._newest_iteration = iteration
         self._watch_memory(step)
+        self._shapes.update(step.slots.num_tokens)
+        self._unwritten = step.figures | {"exposed_seconds": step.exposed_seconds, "num_shapes": len(self._shapes)}
+        if step.reported is not None and step.reported[:, 0].all():
+            self._unwritten["peak_GiB"] = float(step.reported[:, 0].max()) / GIB
         if not self._prints or step.schedule is None:
             return
+        if self._on_gpu:
+            self._check_alarms(self._unwritten)
         if self._record is not None:
             schedule, figures = step.schedule, step.figures
             times = {name: figures[name] for name in ("plan_seconds", "exchange_seconds")}
@@ -158,8 +186,7 @@ class Watch:
             self._record.add(lambda to: to.add_step(StepRecord.of_schedule(schedule, iteration=iteration, **times)))
         if self._settings.log_interval:
             self._objective = step.schedule.objective
-            self._shapes.update(step.slots.num_tokens)
-            self._figures.append(step.figures | {"exposed_seconds": step.exposed_seconds})
+            self._figures.append(self._unwritten)
 
     def timed(self, slot: int | None = None) -> AbstractContextManager[None]:
         """Times a forward pass of the micro-batch in this slot, or without one a backward pass."""
@@ -169,6 +196,29 @@ class Watch:
         """Ends the step: later passes (evaluation) are not timed."""
         self._timer = None
         self._read_finished()
+        args, figures, self._unwritten = self._args, self._unwritten, {}
+        if args is None or not figures or self._newest_iteration % args.tensorboard_log_interval:
+            return
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+        for name, value in figures.items():
+            if tensorboard:
+                tensorboard.add_scalar(f"balance/{name}", value, self._newest_iteration)
+            if wandb:
+                wandb.log({f"balance/{name}": value}, self._newest_iteration)
+
+    def _check_alarms(self, figures: Figures) -> None:
+        """Warn of what lasts; the measured imbalance is that of an earlier step."""
+        now, began, exposed = time.perf_counter(), self._began, figures["exposed_seconds"]
+        self._began = now
+        self._planned.append(figures["planned_imbalance"])
+        share = exposed / (now - began) if began else 0.0
+        self._exposed.check(share > MOST_EXPOSED, share=share)
+        measured = figures.get("measured_imbalance")
+        known = measured is not None and len(self._planned) > REPORTED_LATER
+        above = measured / self._planned[0] - 1 if measured is not None and known else 0.0
+        self._uneven.check(above > MOST_UNEVEN if known else None, above=above)
 
     def _finish(self) -> None:
         """Training is over."""
@@ -183,7 +233,7 @@ class Watch:
             return
         figures = mean_figures(self._figures) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
-        self._log.say(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
+        say(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
 
     def _read_finished(self) -> None:
         """Read the marks of every step that the device has finished."""
@@ -227,12 +277,15 @@ class Watch:
         """Read the allocator's counters once, resetting none; those of all ranks come with the next step."""
         if step.number == FIRST_STEPS:
             self._memory = self._read_memory()
+        elif self._memory[0]:
+            self._memory = (torch.cuda.max_memory_allocated(), *self._memory[1:])
         if self._prints and step.number == FIRST_STEPS + 1 and step.reported is not None and step.reported[:, 0].all():
             peak, reserved = (step.reported[:, :2].max(axis=0) / GIB).tolist()
-            stage = " on pipeline stage 0" if self._settings.topology.pp_size > 1 else ""
-            self._log.say(
+            stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
+            say(
                 f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
-                f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free."
+                f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free, "
+                "beside what other libraries hold now."
             )
         tokens = [n // size for n, size in zip(step.slots.num_tokens, step.slots.cp_sizes, strict=True)]
         self._most_tokens = max([self._most_tokens, *tokens])
@@ -242,7 +295,23 @@ class Watch:
         peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         if not kept:  # a CPU, which has no properties to ask for
             return 0, 0, 0
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        room = max(total * (1 - LEFT_FREE) - kept, 0)
+        free, total = torch.cuda.mem_get_info()  # NCCL's buffers, contexts and workspaces are no allocations of torch
+        others = max(total - free - torch.cuda.memory_reserved(), 0)
+        room = max(total * (1 - LEFT_FREE) - others - kept, 0)
         cap = int(self._most_tokens * room / max(peak - kept, 1)) // 128 * 128
         return peak, torch.cuda.max_memory_reserved(), cap
+
+
+def warn_of_oversized(schedule: DataSchedule) -> None:
+    """Warn once where a sample is longer than the cap; figures count such samples."""
+    if not schedule.oversized:
+        return
+    longest = int(schedule.padded_lengths.max())
+    topology = schedule.topology.at_cp_size(schedule.topology.dynamic_cp_sizes[-1])
+    cap = schedule.limits.max_tokens_per_microbatch(topology)
+    warn_once(
+        f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
+        f"{topology.cp_size} context-parallel ranks). Such samples run alone; raise the cap or shorten them if "
+        "memory runs out.",
+        topic="oversized",
+    )

@@ -32,8 +32,9 @@ from megatron_balance.runtime.failure import MAX_NAMED, disagreement
 from megatron_balance.samples.sample import Sample, Samples, SampleSchema
 
 STEP, STATEMENT, STATEMENT_NBYTES, NUM_SEQUENCES, NUM_VALUES, REPORTED = range(6)
-NUM_REPORTED = 5
-"""Numbers of a rank that travel along: whether its iterator is new, memory of its device (3), the time of a step."""
+NUM_REPORTED = 6
+"""Numbers of a rank that travel along: whether its iterator is new, plans that its training process had to make, memory
+of its device (3), the time of a step."""
 
 HEADER_FIELDS = REPORTED + NUM_REPORTED
 ROW_MULTIPLE = 64  # int64: 512 bytes

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,7 +106,8 @@ def _is_worker(pid: int) -> bool:
 def device_memory(watch: Watch) -> None:
     """Counters of torch's allocator on devices of 80 GiB, of which rank 1 has filled more."""
     gib, rank = 2**30, int(os.environ["RANK"])
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=80 * gib)
+    torch.cuda.mem_get_info = lambda: ((80 - 20 - 5) * gib, 80 * gib)  # 5 GiB are no allocation of torch
+    torch.cuda.memory_reserved = lambda: 20 * gib
     torch.cuda.memory_allocated = lambda: 12 * gib
     torch.cuda.max_memory_allocated = lambda: (22 + 10 * rank) * gib
     torch.cuda.max_memory_reserved = lambda: (30 + 10 * rank) * gib

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from kept_runs import KeptRuns, Run
 from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
-from test_matrix import cp_sizes, microbatches, run_of, samples
+from test_matrix import FIGURES, cp_sizes, microbatches, run_of, samples
 from training_run import assert_equal
 
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
+from megatron_balance.mcore.step.figures import Alarm
 from megatron_balance.record import read_record
 
 
@@ -98,9 +99,30 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: Kep
     said = re.findall(
         r"peak device memory: (.*) GiB allocated, (.*) reserved\. .*--max-tokens-per-gpu (\d+) ", ran.log(0)
     )
-    # Both keep 12 of 80 GiB between steps. Of 60 left below nine tenths, the largest micro-batch took 10, or 20.
+    # Both keep 12 of 80 GiB between steps, and others 5. Of 55 left below nine tenths the largest took 10, or 20.
     largest = [max(m["tokens"] for step in steps[:4] for m in step) for steps in microbatches(ran)]
-    assert said == [("32.0", "40.0", str(min(largest[0] * 60 // 10, largest[1] * 60 // 20) // 128 * 128))]
+    assert said == [("32.0", "40.0", str(min(largest[0] * 55 // 10, largest[1] * 55 // 20) // 128 * 128))]
+    assert [line["numbers"].get("balance/peak_GiB") for line in ran.of_kind("logged")[-1]] == [None] * 5 + [32.0]
+
+
+@about("DP2", "by-flops")
+def test_tensorboard_has_the_figures(train: KeptRuns, row: Row) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    ran = train(f"{row.stock} {row.balance} --tensorboard-dir {{run}}/tensorboard")
+    read = events.EventAccumulator(str(ran.folder / "tensorboard"))
+    read.Reload()
+    costs = [step.costs.sum(axis=1) for step in read_record(ran.folder / "record").steps]
+    written = [(event.step, event.value) for event in read.Scalars("balance/planned_imbalance")]
+    assert written == [(number, pytest.approx(of.max() / of.mean())) for number, of in enumerate(costs, start=1)]
+    assert {tag.removeprefix("balance/") for tag in read.Tags()["scalars"]} > FIGURES | {"lm loss"}
+
+
+def test_an_alarm_warns_once_after_twenty_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = Alarm("it lasts: {share:.0%}")
+    for holds in [True] * 19 + [False] + [True] * 19 + [None] + [True] * 40:
+        alarm.check(holds, share=0.5)
+        assert bool(caplog.messages) is (alarm._in_a_row >= 20)
+    assert caplog.messages == ["it lasts: 50%"]
 
 
 @about("DP2", "over-long")

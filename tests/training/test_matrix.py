@@ -122,6 +122,10 @@ def assert_evaluates_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
             assert fewer == (row.evaluates and bool(other["microbatches"]))
 
 
+FIGURES = {
+    *("planned_imbalance", "over_bound", "unavoidable_waiting", "num_microbatches", "padding_fraction", "num_shapes"),
+    *("plan_seconds", "exchange_seconds", "exposed_seconds", "oversized_samples", "fallback_plans"),
+}
 MEANS = re.compile(r"(moe/)?(load_balancing|z)_loss|mtp_\d+ loss")
 """Numbers that are means over micro-batches, which depend on the samples that share one: by one part in ten here."""
 
@@ -131,6 +135,8 @@ def assert_logs_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
     alone = all(len(m["samples"]) <= 1 for steps in microbatches(ours) for step in steps for m in step)
     limit = ALLOWANCES[row.precision]
     for mine, theirs in zip(ours.of_kind("logged")[-1], stock.of_kind("logged")[-1], strict=True):
+        figures = {name.removeprefix("balance/") for name in mine["numbers"] if name.startswith("balance/")}
+        assert figures >= FIGURES, "figures of balancing"
         assert {name for name in mine["numbers"] if not name.startswith("balance/")} == set(theirs["numbers"])
         for name, number in theirs["numbers"].items():
             if "validation" in name:

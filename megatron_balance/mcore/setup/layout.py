@@ -91,6 +91,11 @@ class Layout:
         count = counts.pop()
         return None if counts or count in (1, len(lanes[0])) else count
 
+    @property
+    def is_last(self) -> bool:
+        """True on the rank on which Megatron has its writers."""
+        return dist.get_rank() == dist.get_world_size() - 1
+
     def is_first_of_replica(self, *, of_leaf: bool = False) -> bool:
         """True if this rank represents its model replica, or a context-parallel rank of it."""
         return not (self.own.tp or self.own.pp or (self.own.cp and not of_leaf))

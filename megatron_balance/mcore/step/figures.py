@@ -1,13 +1,15 @@
-"""The figures of a balanced step by name, their means over steps, the log line made of them, and the log.
+"""The figures of a balanced step by name, their means over steps, the log line made of them, and alarms.
 
 Of one step: `planned_imbalance`, slowest over mean as planned, by the objective; `measured_imbalance` and
 `busiest_rank_seconds`, as measured among the data-parallel ranks of one pipeline stage and context-parallel rank
-(`watch.py` says what is in them); `over_bound`, planned cost over its lower bound; `num_microbatches`;
-`padding_fraction`, padding, filler and dummies over all tokens that ran; `moved_fraction`, tokens that ran off the rank
-that loaded them; `plan_seconds`, `exchange_seconds` (splitting, gathering, moving and packing) and `exposed_seconds`
-(waiting for all that), of the rank that logs; `tokens_at_cp_N`, tokens that ran at context-parallel size N over all,
-and `mean_cp_size`, of the mean token, where micro-batches have sizes of their own. The watch adds `num_shapes`,
-distinct lengths of this rank's micro-batches.
+(`watch.py` says what is in them); `over_bound`, planned cost over its lower bound; `unavoidable_waiting`, part of the
+GPUs' time that no plan at these context-parallel sizes saves; `num_microbatches`; `oversized_samples`, longer than the
+cap; `padding_fraction`, padding, filler and dummies over all tokens that ran; `moved_fraction`, tokens that ran off the
+rank that loaded them; `plan_seconds`, `exchange_seconds` (splitting, gathering, moving and packing) and
+`exposed_seconds` (waiting for all that), of the rank that logs; `tokens_at_cp_N`, tokens that ran at context-parallel
+size N over all, and `mean_cp_size`, of the mean token, where micro-batches have sizes of their own; `fallback_plans`,
+made so far by training processes of all ranks because their planning process failed. The watch adds `num_shapes`,
+distinct lengths of this rank's micro-batches, and `peak_GiB`, allocated on the fullest device of its pipeline stage.
 
 Invariant: a figure that is not known is absent, and is left out of means.
 """
@@ -19,9 +21,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner import DataSchedule, slowest_over_mean
+from megatron_balance.planner import DataSchedule, slowest_over_mean, unavoidable_waiting
+from megatron_balance.runtime.log import warn_once
 
 Figures = dict[str, float]
+
+STEPS_OF_ALARM = 20
 
 
 def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.float64]) -> Figures:
@@ -31,6 +36,10 @@ def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.
     figures: Figures = {
         "planned_imbalance": planned,
         "over_bound": schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
+        "unavoidable_waiting": unavoidable_waiting(
+            schedule.cost_grid, lower_bound=schedule.lower_bound, objective=schedule.objective, topology=topology
+        ),
+        "oversized_samples": len(schedule.oversized),
         "num_microbatches": schedule.num_microbatches,
         "padding_fraction": 1 - int(schedule.lengths.sum()) / max(step_tokens, 1),
     }
@@ -65,7 +74,7 @@ def log_line(figures: Figures) -> str:
         measured = f"{figures['measured_imbalance']:.4f} (busiest rank {busiest:.1f} ms)"
     parts = [
         f"max/mean of rank time: planned {figures['planned_imbalance']:.4f}, measured {measured}",
-        f"{figures['over_bound']:.4f} of the bound",
+        f"{figures['over_bound']:.4f} of the bound, where {figures['unavoidable_waiting']:.1%} of the time is waiting",
         f"micro-batches {figures['num_microbatches']:.4g} ({figures['num_shapes']:.0f} shapes so far)",
     ]
     if "mean_cp_size" in figures:
@@ -73,40 +82,24 @@ def log_line(figures: Figures) -> str:
         of_sizes = ", ".join(f"{size}: {share:.0%}" for size, share in shares.items() if share)
         parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token ({of_sizes})")
     parts.append(f"padding {figures['padding_fraction']:.1%}")
+    if figures["oversized_samples"]:
+        parts.append(f"samples over the cap {figures['oversized_samples']:.4g}")
     if "moved_fraction" in figures:
         parts.append(f"moved {figures['moved_fraction']:.0%} of tokens")
     parts += [f"{name} {figures[f'{name}_seconds'] * 1e3:.1f} ms" for name in ("plan", "exchange", "exposed")]
     return " | ".join(parts)
 
 
-class RunLog:
-    """Prints lines, and each warning once, where it is enabled: on one rank."""
+class Alarm:
+    """Warns once of what holds in STEPS_OF_ALARM steps in a row; steps where that is not known are left out."""
 
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
-        self._warned: set[str] = set()
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._in_a_row = 0
 
-    def say(self, message: str) -> None:
-        """Print a line."""
-        if self._enabled:
-            print(f"megatron_balance: {message}", flush=True)
-
-    def warn_once(self, message: str, *, topic: str | None = None) -> None:
-        """Print a warning the first time; messages of one topic count as one."""
-        if (topic or message) not in self._warned:
-            self._warned.add(topic or message)
-            self.say(f"WARNING: {message}")
-
-    def warn_of_oversized(self, schedule: DataSchedule) -> None:
-        """Warn once where a sample is longer than the cap."""
-        if not schedule.oversized:
-            return
-        longest = int(schedule.padded_lengths.max())
-        topology = schedule.topology.at_cp_size(schedule.topology.dynamic_cp_sizes[-1])
-        cap = schedule.limits.max_tokens_per_microbatch(topology)
-        self.warn_once(
-            f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
-            f"{topology.cp_size} context-parallel ranks). Such samples run alone; raise the cap or shorten them if "
-            "memory runs out.",
-            topic="oversized",
-        )
+    def check(self, holds: bool | None, **values: float) -> None:
+        """Of one step; `values` are put into the text."""
+        if holds is not None:
+            self._in_a_row = self._in_a_row + 1 if holds else 0
+        if holds and self._in_a_row == STEPS_OF_ALARM:
+            warn_once(self._text.format(**values), topic=self._text)

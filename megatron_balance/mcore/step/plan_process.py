@@ -53,6 +53,7 @@ class PlanProcess:
         self._warn = warn
         self._seconds = timeout.total_seconds()
         self._failed = False
+        self.num_fallbacks = 0  # plans made here since the process failed
         self._started: tuple[Connection[Any, Any], subprocess.Popen[bytes]] | None = None
 
     @property
@@ -79,6 +80,7 @@ class PlanProcess:
                 f"plans: the planning process ({self.pid}) {error}\nTraining continues: plans are made in the training "
                 "process from here on."
             )
+        self.num_fallbacks += self._failed
         return build_data_schedule(**arguments)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.figures import RunLog, figures_of
+from megatron_balance.mcore.step.figures import figures_of
 from megatron_balance.mcore.step.packs import BalancedStep, StepTotals, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.planner import DataSchedule, Images
@@ -38,6 +38,7 @@ from megatron_balance.runtime.gather import (
     Header,
     gather_sample_lengths,
 )
+from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask
 from megatron_balance.samples.sample import Samples
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
@@ -46,10 +47,10 @@ from megatron_balance.topology import Limits
 
 def warn_of(text: str) -> None:
     """Print a warning of this rank."""
-    RunLog(enabled=True).warn_once(f"rank {dist.get_rank()} {text}")
+    warn_once(text, of_rank=True)
 
 
-_NO_REPORT = (0,) * (NUM_REPORTED - 1)
+_NO_REPORT = (0,) * (NUM_REPORTED - 2)
 
 NOT_PACKED = (
     "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
@@ -140,7 +141,12 @@ class StepPlanner:
                 group=group,
                 problem=None if failure is None else failure.problem,
                 counts_images=self._counts_images,
-                header=Header(self._compared, number, (new_iterator, *self.report(number)), self._row_values),
+                header=Header(
+                    self._compared,
+                    number,
+                    (new_iterator, self._plans.num_fallbacks, *self.report(number)),
+                    self._row_values,
+                ),
             )
         except BalanceError as agreed:
             raise agreed from failure.error if failure else agreed.__cause__
@@ -177,6 +183,7 @@ class StepPlanner:
         )
         loaded = torch.cat([*samples.columns["tokens"]]) if len(samples) else torch.zeros(0)
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
+        figures["fallback_plans"] = float(gathered.reported[:, 1].sum())
         figures["plan_seconds"] = planned - plan_started
         figures["exchange_seconds"] = time.perf_counter() - planned + plan_started - started
         return BalancedStep(
@@ -186,7 +193,7 @@ class StepPlanner:
             figures,
             microbatches=packs,
             schedule=schedule,
-            reported=gathered.reported[:, 1:],
+            reported=gathered.reported[:, 2:],
             # Leaves of a replica run different packs, made from what all of them loaded.
             fingerprint=(digest ^ checksum([loaded] if dynamic else (pack["tokens"] for pack in packs))) & (2**63 - 1),
             new_iterator=bool(gathered.reported[:, 0].any()),
