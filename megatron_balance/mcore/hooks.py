@@ -242,6 +242,7 @@ HOOKS = (
         wrap=_while_balancing(_record, in_step=True),
         why="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
         until="Megatron's log takes losses of groups of several sizes",
+        needed="balance_context_parallel num_experts",
         first=(0, 19),
     ),
     Hook(
@@ -250,7 +251,17 @@ HOOKS = (
         wrap=_while_balancing(_log_losses),
         why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="Megatron's log takes the number of micro-batches that ran, as on its dev branch",
+        needed="num_experts",
         first=(0, 18),
+    ),
+    Hook(
+        target="megatron.core.transformer.moe.moe_utils:track_moe_metrics",
+        bound_in=("megatron.training.training",),
+        parameters=("loss_scale",),
+        wrap=_while_balancing(_log_losses),
+        why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
+        until="0.18, which has a tracker in moe_logging.py",
+        last=(0, 17),
     ),
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
@@ -258,6 +269,7 @@ HOOKS = (
         wrap=_while_balancing(_log_losses),
         why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="Megatron's log takes the number of micro-batches that ran, as on its dev branch",
+        needed="mtp_num_layers",
     ),
     Hook(
         target="megatron.training.training:consume_seqlen_stats_in_iteration",
