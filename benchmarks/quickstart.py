@@ -23,7 +23,8 @@ FLAGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Adds what else there is to say."""
+    parser.add_argument("--note", default="", help="a sentence: what else the machine ran")
 
 
 def measure(args: argparse.Namespace) -> Measured:
@@ -33,7 +34,7 @@ def measure(args: argparse.Namespace) -> Measured:
         name: {key: value for key, value in figures.items() if key not in ("cpu_seconds", "num_microbatches")}
         for name, figures in result["policies"].items()
     }
-    return Measured({"policies": kept, "fit_error": result["fit_error"]}, raw=result)
+    return Measured({"policies": kept, "fit_error": result["fit_error"], "note": args.note}, raw=result)
 
 
 def section(figures: Mapping[str, Any]) -> str:
@@ -55,6 +56,6 @@ busiest rank, means of 5 steps that ran twice, of which the lesser counts. *Pred
 alone, by seconds that `megatron-balance fit` learnt from four other batches of the run (off by
 {figures["fit_error"]:.1%} on steps that were not fitted);
 {last["outside_cpu_seconds"] / last["busiest_cpu_seconds"]:.0%} of a step with all flags is outside of both. The losses
-of a second run, under all flags, are compared step by step.
+of a second run, under all flags, are compared step by step. {figures["note"]}
 
 {table(f"{columns} | over the row above | largest loss difference", rows)}"""
