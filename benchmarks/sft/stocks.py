@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_balance.cli import main
 
 NUM_RUNS = 5
 NUM_RANKS = 2
-NUM_STEPS = 8
+NUM_STEPS = 6
 SEQ_LENGTH = 1024
 GLOBAL_BATCH_SIZE = 16
 SEED = 5
@@ -66,6 +67,10 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     predicted = next(line["speedup"] for line in lines if line.get("name") == "calibrated")
     measured = statistics.median(gains)
+    sys.stdout.write(
+        f"{kind}: predicted {predicted:.3f}, measured {measured:.3f} of {[round(gain, 3) for gain in gains]}\n"
+    )
+    sys.stdout.flush()
     return {"predicted": predicted, "measured": measured, "below": 1 - measured / predicted, "runs": gains}
 
 
