@@ -93,7 +93,7 @@ def _stocks(tree: Path) -> dict[str, Any]:
     folder = tree.parent / "stocks"
     shutil.rmtree(folder, ignore_errors=True)
     data = {
-        kind: write_data(folder / f"data {kind}", seq_length=stocks.SEQ_LENGTH, in_a_row=in_a_row)
+        kind: write_data(folder / "data" / kind, seq_length=stocks.SEQ_LENGTH, in_a_row=in_a_row)
         for kind, in_a_row in stocks.KINDS.items()
     }
 
