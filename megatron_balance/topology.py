@@ -91,6 +91,16 @@ class Topology:
         return self.num_leaves * self.tp_size * self.pp_size
 
     @property
+    def num_sockets(self) -> int:
+        """Sockets of this package's on one rank, at most: of its data-parallel group, and in its model replica.
+
+        Example:
+            >>> Topology(1024, tp_size=8).num_sockets
+            2051
+        """
+        return 2 * self.dp_size + (self.cp_size * self.tp_size * self.pp_size - 1).bit_length()
+
+    @property
     def dynamic_cp_sizes(self) -> tuple[int, ...]:
         """Context-parallel sizes that a micro-batch may have, rising.
 

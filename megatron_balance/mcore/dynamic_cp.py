@@ -75,6 +75,10 @@ class MicrobatchContext:
 
     def __init__(self, topology: Topology, *, layout: Layout, timeout: timedelta, for_routers: bool) -> None:
         from megatron.core import parallel_state
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        # Attention of Megatron's dev branch asserts a group, and leaves one of a single rank alone.
+        self._names_every_group = hasattr(PackedSeqParams, "resolve_cp_group")
 
         def groups(static: Any, *, over_tensor_ranks: bool) -> dict[int, dist.ProcessGroup]:
             by_size = {topology.cp_size: static}
@@ -165,8 +169,8 @@ class MicrobatchContext:
         return holding(parallel_state, _CONTEXT_PARALLEL_GROUP=group, _CONTEXT_PARALLEL_GLOBAL_RANKS=ranks)
 
     def _of_attention(self, size: int) -> dist.ProcessGroup | None:
-        """The group for attention kernels; None for one rank, where attention exchanges nothing."""
-        return None if size == 1 else self.by_size[size]
+        """The group for attention kernels; None for one rank, where releases would exchange keys with nobody."""
+        return None if size == 1 and not self._names_every_group else self.by_size[size]
 
     @contextlib.contextmanager
     def _packed_params(self, size: int, *, model: Any) -> Iterator[None]:

@@ -23,12 +23,15 @@ from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_d
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import say, start_log
-from megatron_balance.runtime.process import close_all, version_of
+from megatron_balance.runtime.process import allow_open_files, close_all, version_of
 from megatron_balance.runtime.start import agree
 from megatron_balance.version import build_version
 
 PACKAGES = ("megatron-core", "torch", "numpy")
 """Packages whose other versions might plan or compute differently."""
+
+SPARE_FILES = 64
+"""Beside sockets: of loaders, checkpoints and logs that open later."""
 
 OUR_FLAGS = ("balance", "use_dynamic_batch_size", "max_tokens_per_gpu")
 """Beginnings of their names."""
@@ -100,6 +103,7 @@ def build_run(
         if not nothing_balances(options):
             refuse_bound_device()
             settings = settings_of(options, shape=shape, cost=cost)
+            allow_open_files(settings.topology.num_sockets + SPARE_FILES)
             version = f"megatron-core {version_of('megatron-core')}"
             for hook in hooks(options):
                 if hook.target not in _hooks:

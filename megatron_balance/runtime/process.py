@@ -10,6 +10,7 @@ import importlib
 import os
 import platform
 import re
+import resource
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.version import build_version
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -86,6 +88,19 @@ def ranks_of_node() -> tuple[int | None, str]:
             return int(size[1]), name
     num_gpus = torch.cuda.device_count() if device_kind() == "cuda" and torch.cuda.is_available() else 0
     return num_gpus or None, "its GPUs"
+
+
+def allow_open_files(more: int) -> None:
+    """Let this process open so many more files, raising its soft limit; BalanceError where the hard one is low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = more + (len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise BalanceError(
+            f"this process may open {hard} files, and the sockets of this run need {needed}: start it under "
+            f"ulimit -n {needed} or more (docs/scale.md)."
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def close_on_undo(close: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import resource
 import signal
 import sys
 import time
@@ -44,6 +45,11 @@ def loader_workers(watch: Watch) -> None:
     """Let the loader's processes run: their pinning thread asks for the device of an accelerator."""
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
+
+
+def few_files(watch: Watch) -> None:
+    """A hard limit of open files that a run comes to in some hundred steps."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 
 
 def no_metadata(watch: Watch) -> None:

@@ -111,7 +111,7 @@ class Row:
     @property
     def dynamic(self) -> bool:
         """Micro-batches have context-parallel sizes of their own."""
-        return "--balance-context-parallel" in self.balance or "--balance" in self.balance.split()
+        return "--balance-context-parallel" in self.balance
 
     @property
     def without(self) -> list[str]:

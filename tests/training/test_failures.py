@@ -121,6 +121,9 @@ FAULTS = {
         r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",
         slow=False,
     ),
+    "too-few-open-files": Fault(
+        (("stand_ins:few_files", {"ranks": [1]}),), r"may open 80 files, and the sockets of this run need \d+: start it"
+    ),
     "a-rank-has-other-costs": Fault(
         flags(1, flags=OTHER_COSTS), "Ranks were started differently: cost model is", slow=False
     ),

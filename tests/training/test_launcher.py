@@ -167,7 +167,7 @@ CHOSEN = {
     "balance_data": True,
     "balance_by_flops": True,
     "max_tokens_per_gpu": 8192,
-    "balance_context_parallel": "all",
+    "balance_context_parallel": None,
 }
 
 
@@ -177,9 +177,12 @@ CHOSEN = {
         ("--balance", CHOSEN),
         ("--balance --context-parallel-size 4", CHOSEN | {"max_tokens_per_gpu": 2048}),
         ("--balance --max-tokens-per-gpu 99", CHOSEN | {"max_tokens_per_gpu": 99}),
-        ("--balance --balance-context-parallel off", CHOSEN | {"balance_context_parallel": None}),
-        ("--balance --no-balance-data", CHOSEN | {"balance_data": False, "balance_context_parallel": None}),
-        ("--balance --multi-latent-attention", CHOSEN | {"balance_context_parallel": None}),
+        ("--balance --no-balance-data", CHOSEN | {"balance_data": False}),
+        ("--balance --balance-context-parallel 2", CHOSEN | {"balance_context_parallel": 2}),
+        (
+            "--balance --no-use-dynamic-batch-size",
+            {**dict.fromkeys(CHOSEN), "use_dynamic_batch_size": False, "balance_data": True},
+        ),
         ("", dict.fromkeys(CHOSEN)),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError, RefusedError
 from megatron_balance.hooking import is_off
-from megatron_balance.mcore.options import CAUTIONS, cautions, messages, problems
+from megatron_balance.mcore.options import RULES, messages, problems
 from megatron_balance.planner import OBJECTIVES
 
 ALL_RANKS = "all"
@@ -55,8 +55,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--balance",
         action="store_true",
-        help="Turn on what is safe for this run: packing under a stock micro-batch's tokens, moving samples, FLOPs as "
-        "costs, and --balance-context-parallel where no rule or caution is against it. The log says each choice.",
+        help="Turn on packing under a stock micro-batch's tokens, moving samples and FLOPs as costs, each where no "
+        "rule and no caution is against it, and nothing else. The log says each choice, and what it left out.",
     )
     add(
         "--use-dynamic-batch-size",
@@ -200,21 +200,25 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     """
     choices: list[str] = []
     flags.balance_choices = choices
-    sizes_are_open = flags.balance_context_parallel is None
     if flags.balance_context_parallel == OFF:
         flags.balance_context_parallel = None
     if not flags.balance:
         return
+    known = set(_against(options))
 
     def choose(name: str, value: object, reason: str) -> None:
-        if getattr(flags, name) is None:
+        if getattr(flags, name) is not None:
+            return
+        flag = f"--{name.replace('_', '-')}"
+        trial = ChainMap({name: value}, dict(options))
+        against = [message for message in _against(trial) if message not in known]
+        if against:
+            choices.append(f"no {flag} ({against[0].rstrip('.')}; add it by name all the same)")
+        else:
             setattr(flags, name, value)
-            flag = f"--{name.replace('_', '-')}"
             choices.append(f"{flag if value is True else f'{flag} {value}'} ({reason})")
 
-    choose("use_dynamic_batch_size", True, "samples share micro-batches, and padding is not computed")
-    choose("balance_data", True, "samples move to ranks that would wait")
-    if flags.use_dynamic_batch_size:
+    if flags.use_dynamic_batch_size is not False:
         # The tokens of a stock micro-batch are known to fit. Lengths may come later.
         rows, tokens = options.get("micro_batch_size") or 1, options.get("seq_length")
         cp_size = options.get("context_parallel_size") or 1
@@ -222,13 +226,14 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
             reason = f"as a stock micro-batch: --micro-batch-size {rows} times --seq-length {tokens}"
             reason += f" over {cp_size} context-parallel ranks" if cp_size > 1 else ""
             choose("max_tokens_per_gpu", -(-rows * tokens // cp_size), reason)
+    choose("use_dynamic_batch_size", True, "samples share micro-batches, and padding is not computed")
+    choose("balance_data", True, "samples move to ranks that would wait")
+    if flags.use_dynamic_batch_size:
         choose("balance_by_flops", True, "attention grows with the square of a sample's length")
-    if flags.use_dynamic_batch_size and flags.balance_data and sizes_are_open:
-        trial = ChainMap({"balance_context_parallel": ALL_RANKS}, dict(options))
-        known = {*problems(options), *cautions(options)}
-        # That no test runs Transformer Engine on several GPUs is said in the log, and is no reason against it.
-        against = [message for message in (*problems(trial), *messages(trial, CAUTIONS)) if message not in known]
-        if against:
-            choices.append(f"no --balance-context-parallel ({against[0].rstrip('.')})")
-        else:
-            choose("balance_context_parallel", ALL_RANKS, "many ranks share a long sample, short ones exchange less")
+    if flags.use_dynamic_batch_size and flags.balance_data and flags.balance_context_parallel is None:
+        choices.append("no --balance-context-parallel (it has run on no GPU; add it by name where samples are long)")
+
+
+def _against(options: Mapping[str, Any]) -> list[str]:
+    """All refusals and cautions, those among them that a run without balancing does not meet."""
+    return messages(options, *{rule.subject for rule in RULES})

@@ -63,6 +63,7 @@ class Settings:
     unpad: int | str | None = None
     overlap: bool = True
     timeout: timedelta = timedelta(minutes=10)
+    peer_timeout: timedelta = timedelta(minutes=10)  # how long peers wait for a rank once training runs
     log_interval: int = 0
     num_steps: int | None = None
     counts_router_tokens: bool = False
@@ -101,6 +102,8 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         balance_data=bool(options["balance_data"]),
         **{name: options[f"balance_{name}"] for name in _OWN_FLAGS},
         timeout=timeout_of(options),
+        peer_timeout=timedelta(seconds=options.get("distributed_timeout_seconds_after_init") or 0)
+        or timeout_of(options),
         log_interval=options.get("log_interval") or 0,
         num_steps=options.get("train_iters"),
         counts_router_tokens=_routers_count_tokens(options),

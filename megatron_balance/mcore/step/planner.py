@@ -101,7 +101,7 @@ class StepPlanner:
         # Plans with dynamic context-parallel sizes take no images.
         has_images = cost_model.image_linear or cost_model.image_quadratic
         self._counts_images = bool(has_images) and not topology.dynamic_cp
-        self._plans = PlanProcess(timeout=settings.timeout / 2, warn=warn_of)
+        self._plans = PlanProcess(timeout=settings.peer_timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
         # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
         self.report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT
