@@ -36,7 +36,7 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
         planner = StepPlanner(settings, dp_group=group)
         for lengths in batches:
             items = [item_of(length) for length in lengths[0].tolist()]
-            with _answered(lengths), times.installed():
+            with answered(lengths), times.installed():
                 planner.make(Fetched(items), num_items=SAMPLES_PER_RANK)
     finally:
         dist.destroy_process_group()
@@ -52,16 +52,16 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _answered(lengths: NDArray[Any]) -> Iterator[None]:
+def answered(lengths: NDArray[Any]) -> Iterator[None]:
     """Collectives that return what ranks with these lengths would send, whose other values are those of rank 0."""
     inner = dist.all_gather_into_tensor, dist.irecv, comm._timeout_of
-    others = torch.from_numpy(lengths)
+    others, num_samples = torch.from_numpy(lengths), lengths.shape[1]
 
     def all_gather(gathered: torch.Tensor, row: torch.Tensor, **_: Any) -> None:
         rows = gathered.view(len(lengths), -1)
         rows[:] = row
-        if row.numel() >= HEADER_FIELDS + SAMPLES_PER_RANK:
-            rows[:, HEADER_FIELDS : HEADER_FIELDS + SAMPLES_PER_RANK] = others
+        if row.numel() >= HEADER_FIELDS + num_samples:
+            rows[:, HEADER_FIELDS : HEADER_FIELDS + num_samples] = others
 
     def irecv(received: torch.Tensor, **keywords: Any) -> Any:
         # Zeros in place of samples; in an agreement a rank that is fine and has no plan.

@@ -23,6 +23,7 @@ from benchmarks.scale.alone import measure_alone
 from benchmarks.scale.plans import SAMPLES_PER_RANK as PLANNED_PER_RANK
 from benchmarks.scale.plans import SIZES, measure_plans
 from benchmarks.scale.samples import CAP, LENGTH_SET, SAMPLES_PER_RANK, Samples
+from benchmarks.scale.sequences import LIMIT_MS, SequenceTime, measure_sequences
 from benchmarks.scale.worlds import WORLDS, run_world
 
 TITLE = "Scale"
@@ -31,7 +32,7 @@ EXPOSED_LIMIT = 0.005
 
 ALONE = (8, 64, 128, 1024, 10_000)
 ALONE_STEPS = 6
-PARTS = ("plans", "alone", "worlds")
+PARTS = ("plans", "alone", "sequences", "worlds")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +56,9 @@ def measure(args: argparse.Namespace) -> Measured:
         torch.set_num_threads(1)
         sizes = ALONE[1:2] if args.quick else ALONE
         figures["alone"] = [measure_alone(Samples(size, ALONE_STEPS, folder).lengths()) for size in sizes]
+    if "sequences" in args.parts:
+        torch.set_num_threads(1)
+        figures["sequences"] = measure_sequences()
     if "plans" in args.parts:
         figures["plans"] = [asdict(each) for each in measure_plans(SIZES[:1] if args.quick else SIZES, folder=folder)]
     figures |= {
@@ -80,11 +84,14 @@ def _problems(figures: Mapping[str, Any]) -> Iterator[str]:
         share = world["exposed_seconds"]["p50"] / figures["step_seconds"]
         if world["num_ranks"] <= 16 and share > EXPOSED_LIMIT:
             yield f"{world['num_ranks']} ranks: {share:.2%} of a step is exposed, more than {EXPOSED_LIMIT:.1%}"
+    for most in [SequenceTime(**figures) for figures in figures.get("sequences", ())][-1:]:
+        if most.of_each > LIMIT_MS:
+            yield f"{most.num_sequences} sequences: {most.of_each:.3f} CPU ms each, more than {LIMIT_MS}"
 
 
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
-    parts = {"worlds": _of_worlds, "alone": _of_alone, "plans": _of_plans}
+    parts = {"worlds": _of_worlds, "alone": _of_alone, "sequences": _of_sequences, "plans": _of_plans}
     return "\n\n".join(write(figures) for part, write in parts.items() if part in figures)
 
 
@@ -143,6 +150,17 @@ The work of one rank for a step at the true size, the answers of the others put 
 clock, the least of {ALONE_STEPS - 1} steps.
 
 {table(columns, rows, align="r" * 11)}"""
+
+
+def _of_sequences(figures: Mapping[str, Any]) -> str:
+    times = [SequenceTime(**figures) for figures in figures["sequences"]]
+    rows = [(f"{t.num_sequences:,}", f"{t.num_tokens:,}", f"{t.cpu_ms:.1f}", f"{t.of_each:.4f}") for t in times]
+    return f"""### Sequences of a rank
+
+CPU milliseconds of the thread that prepares a step, messages left out, where a rank loads so many sequences in packed
+rows; one of 8 data-parallel ranks, which sends some to the others.
+
+{table("sequences | tokens | CPU ms | of each", rows, align="r" * 4)}"""
 
 
 def _milliseconds(seconds: float) -> str:

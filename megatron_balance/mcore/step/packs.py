@@ -133,9 +133,10 @@ def pack(
 ) -> list[Microbatch]:
     """The micro-batches of a leaf, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
+    multiples = {cp_size: topology.at_cp_size(cp_size).token_multiple for cp_size in {*slots.cp_sizes}}
     for slot, (cp_size, num_tokens) in enumerate(zip(slots.cp_sizes, slots.num_tokens, strict=True)):
-        sizes: Any = {"token_multiple": topology.at_cp_size(cp_size).token_multiple, "cp_size": cp_size}
-        sizes |= {"num_tokens": num_tokens, "few_shapes": few_shapes}
+        sizes: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
+        sizes["few_shapes"] = few_shapes
         if samples is None:
             packs.append(sequence_starts(slots.sequence_lengths[slot], **sizes))
         else:

@@ -181,7 +181,10 @@ class StepPlanner:
             samples=[mine.select(np.searchsorted(ids, of_slot)) for of_slot in slot_ids[leaf]],
             schema=gathered.schema,
         )
-        loaded = torch.cat([*samples.columns["tokens"]]) if len(samples) else torch.zeros(0)
+        # Leaves of a replica run different packs, made from what all of them loaded.
+        parts = [pack["tokens"] for pack in packs]
+        if dynamic:
+            parts = [torch.cat([*samples.columns["tokens"]])] if len(samples) else []
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
         figures["fallback_plans"] = float(gathered.reported[:, 1].sum())
         figures["plan_seconds"] = planned - plan_started
@@ -194,8 +197,7 @@ class StepPlanner:
             microbatches=packs,
             schedule=schedule,
             reported=gathered.reported[:, 2:],
-            # Leaves of a replica run different packs, made from what all of them loaded.
-            fingerprint=(digest ^ checksum([loaded] if dynamic else (pack["tokens"] for pack in packs))) & (2**63 - 1),
+            fingerprint=(digest ^ checksum(parts)) & (2**63 - 1),
             new_iterator=bool(gathered.reported[:, 0].any()),
             number=number,
         )
