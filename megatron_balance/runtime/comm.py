@@ -113,16 +113,17 @@ def exchange_parts(
     send_sizes: Mapping[int, int],
     group: dist.ProcessGroup,
     what: str,
+    collective: bool | None = None,
 ) -> None:
     """Exchange parts of two buffers between the ranks that share some; sizes are entries by the rank in the group.
 
     Between CPUs one message goes to and comes from each rank named; a collective of all ranks would connect every rank
     to every other (docs/scale.md). All receives are posted before the first send, and none is waited for before the
-    last: gloo moves messages in any order, so nothing can deadlock. Between GPUs all ranks call one collective, as the
-    first call over NCCL must be.
+    last: gloo moves messages in any order, so nothing can deadlock. Between GPUs, or if `collective` says so, all ranks
+    call one collective, as the first call over NCCL must be.
     """
     with waiting_for(what, group=group):
-        if receive.device.type != "cpu":
+        if receive.device.type != "cpu" if collective is None else collective:
             received, sent = ([of.get(rank, 0) for rank in range(group.size())] for of in (receive_sizes, send_sizes))
             dist.all_to_all_single(receive, send, received, sent, group=group)
             return

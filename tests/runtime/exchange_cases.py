@@ -21,6 +21,7 @@ from megatron_balance.runtime import (
     reroute_samples,
     share,
 )
+from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.samples import Sample, SampleSchema
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
@@ -139,11 +140,27 @@ def gather_many(num_samples: int, num_segments: int) -> None:
     lengths = np.arange(num_samples * num_segments if group.rank() == 1 else 2) + 1
     counts = [num_segments] * num_samples if group.rank() == 1 else [1, 1]
     gathered = gather_lengths(lengths, num_segments=counts, group=group, schema=schema)
+    # The next step has room for the most values of any rank, on every rank.
+    header = Header(row_values=gathered.next_row_values)
+    again = gather_lengths(lengths, num_segments=counts, group=group, schema=schema, header=header)
+    assert np.array_equal(again.segment_lengths, gathered.segment_lengths)
     of_sample = (np.arange(num_samples * num_segments) + 1).reshape(num_samples, num_segments).sum(1)
     expected = [of_sample if rank == 1 else [1, 2] for rank in range(group.size())]
     assert gathered.lengths.tolist() == np.concatenate(expected).tolist()
     counted = [num_segments] * num_samples
     assert gathered.num_segments.tolist() == [n for rank in range(group.size()) for n in (counted if rank else [1, 1])]
+
+
+def exchanged_parts(*, collective: bool) -> list[int]:
+    """What this rank receives where rank r sends n + 1 entries of value r to rank n, and none to itself."""
+    group = world()
+    rank, others = group.rank(), [other for other in range(group.size()) if other != group.rank()]
+    send_sizes, receive_sizes = {other: other + 1 for other in others}, dict.fromkeys(others, rank + 1)
+    send = torch.full((sum(send_sizes.values()),), rank)
+    receive = torch.empty(sum(receive_sizes.values()), dtype=torch.int64)
+    words: dict[str, Any] = {"group": group, "what": "numbers", "collective": collective}
+    exchange_parts(receive, send, receive_sizes=receive_sizes, send_sizes=send_sizes, **words)
+    return receive.tolist()
 
 
 def message_after_a_later_timeout() -> tuple[str, bool] | None:

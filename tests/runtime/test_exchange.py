@@ -28,6 +28,11 @@ def test_lengths_of_any_number_are_gathered(run_cases: Any, num_samples: int, nu
     run_cases(2, "gather_many", num_samples=num_samples, num_segments=num_segments)
 
 
+def test_the_collective_of_gpus_exchanges_what_messages_do(run_cases: Any) -> None:
+    expected = [[other for other in range(3) if other != rank for _ in range(rank + 1)] for rank in range(3)]
+    assert all(run_cases(3, "exchanged_parts", collective=collective) == expected for collective in (False, True))
+
+
 def test_messages_follow_a_timeout_that_is_shortened_later(run_cases: Any) -> None:
     (error, soon), _ = run_cases(2, "message_after_a_later_timeout")
     assert soon

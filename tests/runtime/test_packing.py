@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from megatron.core.utils import flatten_batch_for_packed_sequences
 from thd_attention import partitioned_indices
 
-from megatron_balance import BalanceError
+from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, padding_mask
+from megatron_balance.samples.packing import sequence_starts
 
 
 def build(length, *, first_token=1, positions=True):
@@ -173,3 +175,39 @@ def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens
         mask = padding_mask([length for length in lengths if length], num_tokens=len(tokens), **sizes)
         assert np.array_equal(mask, (held != REAL).numpy())
     assert padding_mask([], num_tokens=8, token_multiple=8, cp_size=2).tolist() == [True] * 4
+
+
+def test_micro_batches_of_a_thousand_steps_have_few_shapes():
+    drawn = synthetic_lengths("reasoning_gym", num_samples=1000 * 32, seed=0).clip(max=32_768).reshape(1000, 32)
+    topology, limits = Topology(2), Limits(32_768)
+    exact, few = ([set(), set()], [set(), set()])
+    for lengths in drawn:
+        plan = build_data_schedule(lengths, cost_model=CostModel(linear=1), topology=topology, limits=limits)
+        for rank, slots in enumerate(plan.ranks):
+            for ids in slots:
+                for shapes, few_shapes in ((exact, False), (few, True)):
+                    starts = sequence_starts(lengths[[*ids]], few_shapes=few_shapes)
+                    shapes[rank].add((starts["cu_seqlens"].shape[1], int(starts["max_seqlen"])))
+    assert max(map(len, few)) <= 12 < 500 < min(map(len, exact))
+
+
+@given(lengths_of_samples, parallelism)
+def test_few_shapes_add_empty_sequences_in_front_and_no_tokens(lengths, parallel):
+    token_multiple, cp_size = parallel
+    sizes = {"token_multiple": token_multiple, "cp_size": cp_size}
+    samples = [build(length) for length in lengths]
+    sizes |= {"schema": SampleSchema.of(build(1))}
+    exact, few = (pack_microbatch(samples, **sizes, few_shapes=rounds) for rounds in (False, True))
+    total = exact["tokens"].shape[1]
+    for name in exact.keys() - {"max_seqlen"}:
+        if name.startswith("cu_seqlens"):
+            empty = few[name].shape[1] - exact[name].shape[1]
+            assert torch.equal(few[name][:, empty:], exact[name])
+            assert not few[name][:, :empty].any()
+            assert few[name].shape[1] - 1 in (32, 64, 128, 256, 512)
+        else:
+            assert torch.equal(few[name], exact[name])
+    # Megatron takes as many angles as tokens for those of the whole pack.
+    assert int(few["max_seqlen"]) >= int(exact["max_seqlen"])
+    assert int(few["max_seqlen"]) != total
+    assert int(few["max_seqlen"]) % 128 == 0
