@@ -298,3 +298,12 @@ WITH_EXAMPLES = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path
 def test_examples_in_docstrings(path: Path) -> None:
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_python_page_names_where_things_are() -> None:
+    """Fault: a class moved, and only a build of the site, which no test makes, found it."""
+    for name in re.findall(r"^::: megatron_balance\.([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE):
+        home, _, attribute = name.rpartition(".")
+        source = (PACKAGE / home.replace(".", "/")).with_suffix(".py")
+        text = (source if source.exists() else source.with_suffix("") / "__init__.py").read_text()
+        assert re.search(rf'^(class|def) {attribute}\b|"{attribute}"', text, flags=re.MULTILINE), name
