@@ -1,18 +1,8 @@
-"""Watches a run on one rank: times its passes, logs figures and device memory, and writes the record.
+"""Watches a run on one rank: logs its figures and device memory, and writes the record. `step/timing.py` times passes.
 
 Nothing here sends a message. The seconds of a step and the memory of the device travel in the header by which ranks
 gather lengths two steps later. So the first rank of the world, which prints, knows the seconds of the data-parallel
 ranks of its own pipeline stage.
-
-A pass is timed between two marks in this rank's stream of work, without making the device wait, so its seconds include
-what it waits for:
-
-- in expert-parallel layers the all-to-all, and under FSDP or ZeRO-3 the parameters: the slowest rank of such a group
-  makes the others look as slow as itself, and measured ranks look more even than they are;
-- in tensor- and context-parallel layers the peers of the same micro-batch, which do the same work.
-
-They exclude waiting for pipeline neighbours, the gradient reduction and the optimizer. On a CPU (the shim) they are
-the thread's own CPU time, and include no waiting.
 
 Under `--balance-record` the first rank of the world writes the plan of every step, and the first rank of every model
 replica its seconds; with `--balance-context-parallel` that of every context-parallel rank, as these run different
@@ -30,21 +20,19 @@ import functools
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.figures import Alarm, Figures, log_line, mean_figures
 from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore.step.timing import StepTimer
 from megatron_balance.planner import DataSchedule, resolve_objective
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
 from megatron_balance.runtime.log import say, warn_once
@@ -75,53 +63,6 @@ UNEVEN = (
     "ranks are less even than planned: max/mean of their time is {above:.0%} above the plan's. Fit the costs to a "
     "record of this run (megatron-balance fit), or look for a slow device."
 )
-
-
-class StepTimer:
-    """Forward and backward passes of one step; one without the other is not reported.
-
-    On a GPU marks are events in the stream that computes; else the thread's own CPU time, which other jobs of the
-    machine do not lengthen.
-    """
-
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._passes: list[tuple[int | None, Any, Any]] = []
-
-    @contextlib.contextmanager
-    def timed(self, slot: int | None) -> Iterator[None]:
-        """Times a forward pass of the micro-batch in this slot, or without one a backward pass, in the same order."""
-        start = self._mark()
-        yield
-        self._passes.append((slot, start, self._mark()))
-
-    @property
-    def finished(self) -> bool:
-        """True if the device has passed the last mark; does not wait."""
-        return not self._on_gpu or not self._passes or self._passes[-1][-1].query()
-
-    def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:
-        """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
-
-        `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
-        """
-        took = [
-            (slot, start.elapsed_time(end) / 1e3 if self._on_gpu else end - start) for slot, start, end in self._passes
-        ]
-        forward = [(slot, seconds) for slot, seconds in took if slot is not None]
-        backward = [seconds for slot, seconds in took if slot is None]
-        if not forward or len(forward) != len(backward):
-            return None
-        both = sorted((slot, there + back) for (slot, there), back in zip(forward, backward, strict=True))
-        of_each = np.array([seconds for _, seconds in both])
-        return of_each if len(both) == num_microbatches else of_each.sum(keepdims=True)
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class Watch:

@@ -2,7 +2,7 @@
 
 Of one step: `planned_imbalance`, slowest over mean as planned, by the objective; `measured_imbalance` and
 `busiest_rank_seconds`, as measured among the data-parallel ranks of one pipeline stage and context-parallel rank
-(`watch.py` says what is in them); `over_bound`, planned cost over its lower bound; `unavoidable_waiting`, part of the
+(`timing.py` says what is in them); `over_bound`, planned cost over its lower bound; `unavoidable_waiting`, part of the
 GPUs' time that no plan at these context-parallel sizes saves; `num_microbatches`; `oversized_samples`, longer than the
 cap; `padding_fraction`, padding, filler and dummies over all tokens that ran; `moved_fraction`, tokens that ran off the
 rank that loaded them; `plan_seconds`, `exchange_seconds` (splitting, gathering, moving and packing) and
