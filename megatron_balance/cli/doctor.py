@@ -1,6 +1,7 @@
 """Check this environment: packages, hooks into Megatron, your script's flags and, under torchrun, all ranks together.
 
-Prints a line for each check, `ok` or `problem` and its remedy. Exits with 0, or with 1 where there is a problem.
+Prints a line for each check: `ok`, `note`, or `problem` with its remedy.
+Exits with 0, or with 1 where there is a problem.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ def run(args: argparse.Namespace) -> int:
             says = " ".join(finding.says.split())  # one line, whatever a library has put into its message
             if not finding.ok:
                 problems.append(says)
-            print(f"  {'ok' if finding.ok else 'problem':8} {says}", flush=True)
+            kind = "problem" if not finding.ok else "note" if finding.is_note else "ok"
+            print(f"  {kind:8} {says}", flush=True)
 
     with contextlib.redirect_stdout(None) if silent else contextlib.nullcontext():
         section("packages", doctor.check_packages())
         section("hooks into Megatron, and why each is there", doctor.check_hooks())
+        section("machine and environment", doctor.check_environment())
         if args.megatron_args:
             section("your flags", doctor.check_flags(args.megatron_args))
         else:

@@ -14,20 +14,25 @@ import importlib
 import json
 import os
 import platform
+import resource
 import socket
 import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import install_hooks
 from megatron_balance.mcore.options import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.settings import costs_of, policy_of, topology_of
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import version_of
+from megatron_balance.runtime.process import device_kind, ranks_of_node, version_of
 from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
@@ -46,10 +51,11 @@ _SIOCGIFADDR = 0x8915
 
 
 class Finding(NamedTuple):
-    """One line of the report: a check that passed or not, and the remedy where it did not."""
+    """One line of the report: a check that passed or not, and the remedy where it did not; or a note."""
 
     ok: bool
     says: str
+    is_note: bool = False
 
 
 def check_packages() -> Iterator[Finding]:
@@ -58,8 +64,6 @@ def check_packages() -> Iterator[Finding]:
     yield (found := _loaded("torch", package="torch", remedy="pip install '.[megatron]' in a clone"))
     if not found.ok:
         return
-    import torch
-
     from megatron_balance.mcore.hooks import supported_version
 
     try:
@@ -87,15 +91,68 @@ def _loaded(module: str, *, package: str, remedy: str) -> Finding:
 
 
 def check_hooks() -> Iterator[Finding]:
-    """The hooks, put in place and taken out again; they must not be in place."""
-    from megatron_balance.mcore.hooks import hooks_of, install, supported_version
+    """Each hook, put in place and taken out again; they must not be in place. What some runs alone need is noted."""
+    from megatron_balance.mcore.hooks import hooks_of, supported_version
 
     try:
-        install().undo()
+        version = supported_version()
     except BalanceError as error:
         yield Finding(False, f"no hook applies: {error}")
         return
-    yield from (Finding(True, f"{hook.target}: {hook.why}") for hook in hooks_of(supported_version()))
+    for hook in hooks_of(version):
+        try:
+            install_hooks([hook], version=f"megatron-core {version}").undo()
+            yield Finding(True, f"{hook.target}: {hook.why}")
+        except BalanceError as error:
+            where = f" Runs with {hook.needed} alone need it." if hook.needed else ""
+            yield Finding(bool(hook.needed), f"{error}{where}", is_note=bool(hook.needed))
+
+
+def check_environment() -> Iterator[Finding]:
+    """What a run takes from this machine's limits, environment and metadata (docs/megatron.md has the variables)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield Finding(True, f"open files: {soft}, which a run raises up to {hard} (docs/scale.md has its need)")
+    pip = _metadata_version("megatron-core")
+    if pip != (imported := version_of("megatron-core")):
+        yield Finding(True, f"pip has megatron-core {pip}, {imported} is imported: the second counts", is_note=True)
+    cores, (ranks, source) = len(os.sched_getaffinity(0)), ranks_of_node()
+    if ranks and cores < 3 * ranks:
+        needs = "trains, prepares steps and plans in one thread each, beside loader workers"
+        yield Finding(True, f"{cores} CPU cores for {ranks} ranks (by {source}): a rank {needs}", is_note=True)
+    for name, (advice, is_worth_saying) in VARIABLES.items():
+        value = os.environ.get(name)
+        if is_worth_saying(value):
+            yield Finding(True, f"{name} is {value or 'not set'}: {advice}", is_note=True)
+
+
+def _metadata_version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package).partition("+")[0]
+    return None
+
+
+VARIABLES: dict[str, tuple[str, Callable[[str | None], bool]]] = {
+    "MEGATRON_BALANCE": ("no run balances", lambda value: value == "0"),
+    "MEGATRON_BALANCE_ANY_VERSION": ("releases that were not tested are allowed", lambda value: value == "1"),
+    "TORCH_GLOO_LAZY_INIT": ("all ranks of a group connect when it is made; unset it", lambda value: value == "0"),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
+        "ranks that torchrun starts again would meet in the store of those before; set it to 1",
+        lambda value: value != "1" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
+    ),
+    "OMP_NUM_THREADS": (
+        "the thread that prepares steps takes all cores; set it, to 1 for a start",
+        lambda value: value is None and "RANK" in os.environ,
+    ),
+    "LOCAL_WORLD_SIZE": (
+        "ranks of a node are taken from another launcher's variables, or the GPUs",
+        lambda value: value is None and "RANK" in os.environ,
+    ),
+    "PYTORCH_CUDA_ALLOC_CONF": (
+        "lengths that change fragment memory; set expandable_segments:True",
+        lambda value: device_kind() == "cuda" and torch.cuda.is_available() and "expandable" not in (value or ""),
+    ),
+}
+"""Of the environment: advice, and when it is given; GLOO_SOCKET_IFNAME is checked where ranks meet."""
 
 
 def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
@@ -119,7 +176,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
         return
     broken = [Finding(False, problem) for problem in refused]
-    yield from (Finding(True, caution) for caution in cautions(args))
+    yield from (Finding(True, caution, is_note=True) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it

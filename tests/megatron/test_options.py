@@ -142,6 +142,8 @@ CAUTIONED = [
     "--fp8-format e4m3",
     "--fp4-format e2m1",
     "--check-for-spiky-loss",
+    "--num-workers 0",
+    "--enable-ft-package",
     "--dataloader-inter-document-masking --context-parallel-size 2 --eval-iters 10 --no-balance-evaluation",
     "--fine-grained-activation-offloading --balance-shape-bucket 1024",
 ]
