@@ -24,12 +24,18 @@ COMMON = (
     # As many as the tokenizer of conversations has, and the same on one rank and on two that share them.
     "--vocab-size 258"
 )
-BALANCED = "--use-dynamic-batch-size --balance-data --balance-by-flops"
+MOVED = "--balance-data"
+BALANCED = f"--use-dynamic-batch-size {MOVED} --balance-by-flops"
 
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type"
 MODELS = {
     "dense": "",
-    "experts": "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none",
+    "experts": f"{_EXPERTS} none",
+    "router losses": f"{_EXPERTS} aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3",
+    "prediction": "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3",
 }
+MEANS = ("router losses", "prediction")
+"""Models with losses that are means over a micro-batch: stock's where micro-batches are stock's and hold no padding."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ LAYOUTS = {
     "PP4": Layout("--pipeline-model-parallel-size 4", 4),
     "DP2 TP2 PP2": Layout(f"{_TP2} {_PP2}", 8),
     "DP2 EP2": Layout(f"{_EP2} {_DISPATCHER} alltoall", 2, model="experts"),
+    "DP2 EP2 router losses": Layout(f"{_EP2} {_DISPATCHER} alltoall", 2, model="router losses"),
+    "DP2 prediction": Layout("", 2, model="prediction"),
     "DP2 EP2 allgather": Layout(f"{_EP2} {_DISPATCHER} allgather", 2, model="experts", refused=_DISPATCHER),
 }
 
@@ -113,6 +121,8 @@ class Case:
         parts += [f"--balance-unpad {PADDING}"] if self.balanced and self.data == PADDED_ROWS else []
         if self.dynamic:
             parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-context-parallel")
+        elif self.balanced and self.model in MEANS:
+            parts.append(MOVED)
         elif self.balanced:
             parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS}")
         return " ".join(parts).split()
@@ -123,7 +133,11 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
     padded = [Case(name, PADDED_ROWS, balanced=True) for name in PADDED]
     yield from (case for case in padded if not only or any(text in case.name for text in only))
     for data in DOCUMENTS:
-        every = [Case(name, data, balanced=True, model=layout.model) for name, layout in LAYOUTS.items()]
+        every = [
+            Case(name, data, balanced=True, model=layout.model)
+            for name, layout in LAYOUTS.items()
+            if layout.model not in MEANS or data == DOCUMENTS[-1]  # rows of conversations have padding
+        ]
         every += [Case(name, data, balanced=True, model=LAYOUTS[name].model, dynamic=True) for name in DYNAMIC]
         every.append(Case("DP2", data, balanced=True, launched=True))
         yield from (case for case in every if not only or any(text in case.name for text in only))

@@ -1,14 +1,15 @@
 """Judges the outcomes of runs: a balanced run against its reference.
 
 A balanced run is right where every step was balanced, with dynamic sizes some micro-batch was shared by several ranks,
-and its loss and gradient norm differ from the reference by rounding alone (tests/kit/training_run.py). The reference is
-the stock run of the layout; where that fails, one rank.
+and its loss, its gradient norm and every number that Megatron logs but the time differ from the reference by rounding
+alone (tests/kit/training_run.py). The reference is the stock run of the layout; where that fails, one rank.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from decimal import Decimal
 
 from training_run import ALLOWANCES, Recorded, largest_difference
 
@@ -17,12 +18,37 @@ from benchmarks.sft.cases import LAYOUTS, NUM_STEPS, ONE_RANK, Case
 _ERROR = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 
 
+_STEP = re.compile(r"^.* iteration +(\d+/ +\d+ \|.*)$", re.MULTILINE)
+_NUMBER = re.compile(r"([^|:]+): +(-?[\d.]+(?:E[-+]\d+)?) +(?=\|)")
+_TIMED = "elapsed time per iteration (ms)"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
+    """Of one run; of each step the numbers that Megatron logged, as it wrote them."""
 
     recorded: Recorded | None = None
     error: str = ""
+    logged: list[dict[str, str]] = field(default_factory=list)
+
+
+def logged_numbers(output: str) -> list[dict[str, str]]:
+    """Of each step in what a run printed, but for the time."""
+    steps = [{name.strip(): number for name, number in _NUMBER.findall(line)} for line in _STEP.findall(output)]
+    return [{name: number for name, number in step.items() if name != _TIMED} for step in steps]
+
+
+def differing_number(ours: Outcome, reference: Outcome) -> str:
+    """The first number that is logged otherwise, empty where none is: beyond rounding, and that of its last digit."""
+    for step, (mine, theirs) in enumerate(zip(ours.logged, reference.logged, strict=True), start=1):
+        if mine.keys() != theirs.keys():
+            return f"step {step} logs {sorted(mine.keys() ^ theirs.keys())} in one of them alone"
+        for name, text in theirs.items():
+            one, other = Decimal(mine[name]), Decimal(text)
+            digit = Decimal(1).scaleb(int(other.as_tuple().exponent))
+            if abs(one - other) > digit + abs(other) * Decimal(ALLOWANCES["fp32"].loss):
+                return f"step {step} logs {name} {one} in place of {other}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -56,25 +82,28 @@ def judge(case: Case, *, ours: Outcome, stock: Outcome, one_rank: Outcome | None
     """Compare a balanced run with its reference."""
     if ours.recorded is None:
         return Verdict(case, False, f"fails: {ours.error}")
-    reference, name = (stock.recorded, "stock")
-    if reference is None:
-        reference = None if one_rank is None else one_rank.recorded
-        name = f"{ONE_RANK}; stock fails: {stock.error}"
+    judged_by, name = stock, "stock"
+    if stock.recorded is None:
+        judged_by, name = one_rank or stock, f"{ONE_RANK}; stock fails: {stock.error}"
+    reference = judged_by.recorded
     if reference is None:
         return Verdict(case, False, "there is no reference", reference=name)
     balanced = sum("ranks" in step for step in ours.recorded.ranks[0])
     if not len(ours.recorded.steps) == len(reference.steps) == balanced == NUM_STEPS:
         return Verdict(case, False, f"{balanced} of {NUM_STEPS} steps were balanced", reference=name)
+    if not len(ours.logged) == len(judged_by.logged) == NUM_STEPS:
+        return Verdict(case, False, f"{len(ours.logged)} of {NUM_STEPS} steps are in the log", reference=name)
     if case.dynamic and max(size for rank in ours.recorded.ranks for step in rank for size in step["cp_sizes"]) == 1:
         return Verdict(case, False, "no micro-batch was shared", reference=name)
     loss = largest_difference(ours.recorded, reference=reference, key="lm_loss")
     grad_norm = largest_difference(ours.recorded, reference=reference, key="grad_norm")
     allowed = ALLOWANCES["fp32"]
     equal = loss <= allowed.loss and grad_norm <= allowed.grad_norm
+    says = (differing_number(ours, judged_by) or "equal") if equal else "differs"
     return Verdict(
         case,
-        equal,
-        "equal" if equal else "differs",
+        says == "equal",
+        says,
         reference=name,
         loss=loss,
         grad_norm=grad_norm,

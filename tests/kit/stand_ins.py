@@ -80,8 +80,11 @@ def whole_counts(watch: Watch) -> None:
 def helpers_fail(watch: Watch, *, step: int) -> None:
     """As a step begins, the planning process of each rank is killed, and the disk of the first one's record is full.
 
-    That of the second one hangs from the start: a pipe that nobody reads.
+    That of the second one hangs from the start: a pipe that nobody reads. Batches of any size are planned there.
     """
+    from megatron_balance.mcore.step import plan_process
+
+    plan_process.MIN_SAMPLES = 1
     record = Path(sys.argv[sys.argv.index("--balance-record") + 1])
     if os.environ["RANK"] == "1":
         record.mkdir(parents=True, exist_ok=True)
@@ -119,7 +122,7 @@ def device_memory(watch: Watch) -> None:
     torch.cuda.max_memory_reserved = lambda: (30 + 10 * rank) * gib
 
 
-def mtp_attention(watch: Watch) -> None:
+def mtp_attention(watch: Watch | None = None) -> None:
     """Give layers of multi-token prediction an attention that takes packed sequences on a CPU.
 
     From 0.19 Megatron makes the specs of these layers itself, whatever `--spec` says.
