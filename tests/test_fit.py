@@ -124,14 +124,6 @@ def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.C
     assert "no measured micro-batch" in capsys.readouterr().err
 
 
-def test_the_error_is_that_of_steps_that_were_not_fitted(tmp_path: Path) -> None:
-    measured = measurements(read_record(write_record(tmp_path, Topology(4), num_steps=3, noise=0.5)))
-    fit = fit_microbatches(measured, cost_model=FLOPS)
-    fitted = np.abs(measured.features(fit.exchange) @ fit.coefficients / measured.seconds - 1)
-    assert fit.error > np.median(fitted)
-    assert fit.worst > fitted.max()
-
-
 def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, longest, noise, said in (
         ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),

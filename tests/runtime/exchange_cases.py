@@ -163,6 +163,17 @@ def exchanged_parts(*, collective: bool) -> list[int]:
     return receive.tolist()
 
 
+def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
+    """This rank's number of samples is another in each of two gathers; the room of the second, and its lengths."""
+    group, schema = world(), SampleSchema.of(Sample({"tokens": torch.zeros(1, dtype=torch.int64)}))
+    header = Header()
+    for step in range(2):
+        lengths = np.arange(numbers[dist.get_rank() ^ step]) + 1
+        gathered = gather_lengths(lengths, group=group, schema=schema, header=header)
+        header = Header(step=step + 1, row_values=gathered.next_row_values)
+    return gathered.next_row_values, gathered.lengths.tolist()
+
+
 def message_after_a_later_timeout() -> tuple[str, bool] | None:
     """Rank 0's error where rank 1 sends it no sample, where the timeout was shortened; whether it came at once."""
     group = dist.new_group(timeout=timedelta(seconds=60))

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.mcore import balanced_schedule
+from megatron_balance.mcore.loop import run_of_model
 from megatron_balance.runtime.process import set_device_kind
 
 NUM_ITEMS = 2
@@ -31,9 +32,9 @@ LAYOUTS = {"dp": 1, "pp": 2, "pp4": 4}
 class Model(torch.nn.Module):
     """What a loop's model tells of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         super().__init__()
-        settings: dict[str, Any] = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2}
+        settings: dict[str, Any] = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, **config}
         self.config = TransformerConfig(
             **settings,
             calculate_per_token_loss=True,
@@ -58,6 +59,7 @@ def balanced(
     cap: int = 16,
     schedule: Any = stock_schedule,
     forward_step: Any = None,
+    config: dict[str, Any] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     **others: Any,
 ) -> Any:
@@ -66,7 +68,7 @@ def balanced(
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, LAYOUTS[layout], create_gloo_process_groups=False)
     settings: dict[str, Any] = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
-    model = Model()
+    model = Model(**(config or {}))
     ours = balanced_schedule(schedule, model=model, max_tokens_per_gpu=cap, flags=flags, **settings)
 
     def step(iterator: Any, *, num_items: int = NUM_ITEMS, forward_only: bool = False) -> list[Any]:
@@ -185,11 +187,34 @@ def dummies() -> list[int]:
     return [pack["tokens"].numel() for pack in packs if not pack["loss_mask"].any()]
 
 
+def evaluated(*, collects: bool) -> list[int]:
+    """Tokens of each micro-batch of an evaluation step of two items, which is balanced."""
+    balanced()
+    flags = ["--max-tokens-per-gpu", "16", "--no-balance-data", "--no-balance-by-flops"]
+    cost = CostModel(linear=10, quadratic=1)
+    run: Any = run_of_model(Model(), flags=flags, cost=cost, eval_iters=1, distributed_timeout_minutes=2)
+    ran: list[Any] = []
+    words: dict[str, Any] = {
+        "forward_only": True,
+        "model": [Model()],
+        "forward_step_func": lambda items, _: next(items),
+    }
+    with run.evaluating(1):
+        run(
+            lambda **given: ran.extend(stock_schedule(**given)) or [],
+            data_iterator=Items(0),
+            num_microbatches=NUM_ITEMS,
+            collect_non_loss_data=collects,
+            **words,
+        )
+    return [microbatch["tokens"].numel() for microbatch in ran]
+
+
 def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:
     """This rank's part and the number of tokens that a router counts, where ranks have so many without padding."""
     from megatron.core.transformer.moe import router
 
-    balanced()(Items(0))
+    balanced(config={"num_moe_experts": 2, "add_bias_linear": False})(Items(0))
     routed = torch.arange(4)[:, None] < torch.tensor([tokens[dist.get_rank()], 0])
     words: dict[str, Any] = {"reduce_group": dist.group.WORLD, "topk": 1, "with_padding_mask": True}
     _, part, total = router.get_tokens_per_expert_and_token_count(routed, **words)

@@ -17,7 +17,7 @@ def meet(settings, *, seconds=20.0, problems=None, store=None, missing=(), late=
     heard = {}
 
     def be(rank):
-        time.sleep(2.5 * (rank in late))
+        time.sleep(0.5 * (rank in late))
         meeting = Meeting(store, rank, num_ranks=len(settings), timeout=timedelta(seconds=seconds))
         try:
             agree(settings[rank], meeting=meeting, topic="flags", problem=(problems or {}).get(rank))
@@ -64,7 +64,7 @@ def test_a_problem_on_one_rank_is_every_ranks():
     [((1, 3), ("ranks 1, 3 of 4 did not come", "without megatron_balance")), ((0,), ("no word from rank 0",))],
 )
 def test_a_rank_that_does_not_come_is_named(missing, words):
-    heard = meet([{}, {}, {}, {}], seconds=3, missing=missing)
+    heard = meet([{}, {}, {}, {}], seconds=1, missing=missing)
     assert len(heard) == 4 - len(missing)
     assert all(word in one for one in heard for word in words)
 
@@ -75,7 +75,7 @@ def test_a_store_that_is_gone_is_named():
     client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
     del store
     with pytest.raises(PeerError, match="waited for all ranks to agree on their flags"):
-        agree({}, meeting=Meeting(client, 1, num_ranks=2, timeout=timedelta(seconds=3)), topic="flags")
+        agree({}, meeting=Meeting(client, 1, num_ranks=2, timeout=timedelta(seconds=0.3)), topic="flags")
 
 
 def test_a_setting_that_a_rank_lacks_differs():

@@ -100,3 +100,8 @@ def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(run_cases: Any) -> 
 def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases: Any, tokens: list[int], total: int) -> None:
     """No tokens would make an auxiliary loss NaN."""
     assert run_cases(2, "counted_by_routers", tokens=tokens) == [(total / 2, total)] * 2
+
+
+def test_data_that_are_no_loss_are_collected_from_megatrons_own_micro_batches(run_cases: Any) -> None:
+    assert run_cases(1, "evaluated", collects=False) == [[length_of(0) + length_of(1)]]
+    assert run_cases(1, "evaluated", collects=True) == [[length_of(0), length_of(1)]]

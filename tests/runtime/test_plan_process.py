@@ -47,14 +47,15 @@ def test_plans_are_equal_and_errors_too() -> None:
 
 def test_one_that_hangs_is_left_behind_and_the_plans_go_on() -> None:
     said: list[str] = []
-    process = PlanProcess(timeout=timedelta(seconds=5), warn=said.append)
+    process = PlanProcess(timeout=timedelta(minutes=2), warn=said.append)
     asked = arguments(topology=Topology(4))
     digest = process.plan(num_samples=MIN_SAMPLES, **asked).digest()
+    process._seconds = 1.0  # of every later plan: on a loaded machine the process takes longer to start
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     assert [process.plan(num_samples=MIN_SAMPLES, **asked).digest() for _ in range(2)] == [digest] * 2
     assert len(said) == 1
-    assert "there was no answer in 5 s" in said[0]
+    assert "there was no answer in 1 s" in said[0]
     assert not _runs(process.pid)
 
 

@@ -58,13 +58,14 @@ def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
     assert [step["lm_loss"] for step in resumed.steps] == pytest.approx([s["lm_loss"] for s in whole.steps[SAVED_AT:]])
 
 
-def test_helpers_that_fail_end_no_run(train: KeptRuns) -> None:
+@pytest.mark.parametrize("row", [pytest.param(ROWS[0], id="DP2")])
+def test_helpers_that_fail_end_no_run(train: KeptRuns, row: Row) -> None:
     """Every rank loses its planning process and the record: it says so once, and trains on the same samples.
 
     The disk of one rank is full, that of the other hangs.
     """
-    flags = f"{ROWS[0].stock} {BY_FLOPS} {RECORDED} --global-batch-size 256 --max-tokens-per-gpu 4096 --eval-iters 0"
-    whole, struck = train(flags), train(flags, stand_ins=(("stand_ins:helpers_fail", {"step": 2}),))
+    whole = run_of(train, row)
+    struck = train(f"{row.stock} {row.balance}", stand_ins=(("stand_ins:helpers_fail", {"step": 2}),))
     for key in ("lm_loss", "grad_norm"):
         assert [step[key] for step in struck.steps] == [step[key] for step in whole.steps]
     assert [microbatches["microbatches"] for microbatches in struck.steps] == [

@@ -47,6 +47,7 @@ def test_a_global_batch_size_that_cannot_be_is_named(size):
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=30), st.integers(1, 6))
 @example([59, 37, 37, 33, 30, 30, 21, 18, 13], 3)
+@example([*range(1, 63)], 4)
 def test_every_item_in_one_part_and_none_empty(costs, num_parts):
     """R51: one function spreads items, for every host."""
     num_parts, worst = min(num_parts, len(costs)), {}
@@ -55,6 +56,7 @@ def test_every_item_in_one_part_and_none_empty(costs, num_parts):
         assert sorted(chain.from_iterable(part.tolist() for part in parts)) == list(range(len(costs)))
         assert all(part.size for part in parts)
         assert not equal_count or max(part.size for part in parts) == -(-len(costs) // num_parts)
+        assert not equal_count or [part.size for part in parts] == sorted([part.size for part in parts], reverse=True)
         worst[equal_count] = max(sum(costs[item] for item in part) for part in parts)
     # Larger sums lose their last bits.
     assert worst[False] <= worst[True] or sum(costs) >= 2**60
