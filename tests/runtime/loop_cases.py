@@ -225,7 +225,8 @@ def step_that_fails(*, kind: str) -> str:
     """The error of a step.
 
     Args:
-        kind: `not packed`, `no tokens`: what the loader yields. `plans differ`: numpy sorts otherwise on rank 1.
+        kind: `not packed`, `no tokens`: what the loader yields. `read twice`: a forward step that reads ahead.
+            `plans differ`: numpy sorts otherwise on rank 1.
             `stages`: two pipelines of two stages; the last stage of the second reads other lengths than its first.
             Samples stay where they are, so that both stages of the first pipeline run the same packs: only the plan of
             their data-parallel groups tells them that they do not make the same step.
@@ -235,6 +236,9 @@ def step_that_fails(*, kind: str) -> str:
     argsort = np.argsort
     if kind == "not packed":
         items = [{"tokens": torch.ones(1, 8, dtype=torch.int64), "loss_mask": torch.ones(1, 8)}] * NUM_ITEMS
+    elif kind == "read twice":
+        items = [row(4), row(5)]
+        settings["forward_step"] = lambda microbatches, model: [next(microbatches), next(microbatches)]
     elif kind == "plans differ":
         items = [row(9, 2, 3), row(6, 3, 1)]
     elif kind == "stages":

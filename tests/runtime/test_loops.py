@@ -80,6 +80,7 @@ def test_one_step_is_pulled_ahead_by_another_thread(run_cases: Any, flags: list[
     [
         pytest.param(2, "not packed", "the data has no cu_seqlens", id="not-packed"),
         pytest.param(2, "no tokens", "yielded no tokens for this step", id="no-tokens"),
+        pytest.param(1, "read twice", "reads a second micro-batch in its call for micro-batch 0", id="read-twice"),
         pytest.param(2, "plans differ", "rank 1 planned another schedule than rank 0: ", id="plans-differ"),
         pytest.param(4, "stages", "the data of this step differs within a model replica", id="stages"),
     ],
