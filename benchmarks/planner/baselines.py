@@ -7,6 +7,7 @@ originals, where they are installed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -168,9 +169,10 @@ def lpt(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
     return ranks
 
 
-def ours(lengths: NDArray[np.int64], setup: Setup) -> Ranks:
+def ours(lengths: NDArray[np.int64], setup: Setup, *, algorithm: str = "auto") -> Ranks:
     """`build_data_schedule` as a training run calls it; its time includes costs, bound and schedule object."""
-    return build_data_schedule(lengths, cost_model=setup.cost_model, topology=setup.topology, limits=setup.limits).ranks
+    options = {"topology": setup.topology, "limits": setup.limits, "algorithm": algorithm}
+    return build_data_schedule(lengths, cost_model=setup.cost_model, **options).ranks
 
 
 def split_bins(bins: list[list[int]], *, tokens: Sequence[int], num_bins: int) -> list[list[int]]:
@@ -208,5 +210,6 @@ BASELINES: dict[str, Baseline] = {
     "LPT by FLOPs + first-fit": lpt,
     "verl 0.9.1, its own functions": verl_wheel,
     "AReaL 1.0.4, its own functions": areal_wheel,
+    "ours, --balance-algorithm karmarkar_karp": functools.partial(ours, algorithm="karmarkar_karp"),
     "ours": ours,
 }
