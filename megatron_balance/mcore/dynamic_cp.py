@@ -74,11 +74,10 @@ class MicrobatchContext:
     """
 
     def __init__(self, topology: Topology, *, layout: Layout, timeout: timedelta, for_routers: bool) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core import packed_seq_params, parallel_state
 
         # Attention of Megatron's dev branch asserts a group, and leaves one of a single rank alone.
-        self._names_every_group = hasattr(PackedSeqParams, "resolve_cp_group")
+        self._names_every_group = hasattr(packed_seq_params, "resolve_cp_group")
 
         def groups(static: Any, *, over_tensor_ranks: bool) -> dict[int, dist.ProcessGroup]:
             by_size = {topology.cp_size: static}

@@ -117,7 +117,7 @@ class ThdAttention(MegatronModule):
         cu_seqlens = packed_seq_params.cu_seqlens_q if cu_seqlens is None else cu_seqlens
         names_group = getattr(packed_seq_params, "local_cp_size", None) is not None
         cp_group = packed_seq_params.cp_group if names_group else self.cp_group
-        if cp_group is not None:
+        if cp_group is not None and cp_group.size() > 1:  # dev names a group of one rank too
             return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), cp_group)
         # The last sequence may end before the micro-batch does: what follows is padding, cut off below.
         bounds = [*cu_seqlens.tolist(), query.shape[0]]
