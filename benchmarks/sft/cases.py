@@ -116,6 +116,8 @@ class Case:
 
     def flags(self, data: PretrainData) -> list[str]:
         """All but those of the weights."""
+        # Documents as long as a row: a micro-batch of one is stock's.
+        data = replace(data, documents=data.full) if self.model in MEANS else data
         parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
         parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
         parts += [f"--balance-unpad {PADDING}"] if self.balanced and self.data == PADDED_ROWS else []

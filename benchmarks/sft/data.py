@@ -41,6 +41,7 @@ class PretrainData:
     tokenizer: Path
     documents: Path
     padded: Path
+    full: Path
 
 
 def write_data(
@@ -51,13 +52,17 @@ def write_data(
     `lengths.jsonl` has the tokens of every conversation, a row a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = (folder / name for name in ("conversations.jsonl", "tokenizer", "documents", "padded"))
+    paths = (folder / name for name in ("conversations.jsonl", "tokenizer", "documents", "padded", "full"))
     data = PretrainData(*paths)
     samples = _samples(whole=whole)
     _write_conversations(data.conversations, samples=samples, in_a_row=(1,) if whole else in_a_row)
     _write_tokenizer(data.tokenizer)
-    _write_documents(data.documents, samples=samples)
-    _write_documents(data.padded, samples=samples, pad_to=seq_length)
+    documents = [[*sample.prompt, *sample.response, END_OF_DOCUMENT] for sample in samples]
+    _write_documents(data.documents, documents)
+    _write_documents(data.padded, [tokens + [PADDING] * (seq_length - len(tokens)) for tokens in documents])
+    every = list(itertools.chain.from_iterable(documents))
+    starts = range(0, len(every) - seq_length + 1, seq_length)
+    _write_documents(data.full, [every[start : start + seq_length] for start in starts])
     return data
 
 
@@ -110,12 +115,10 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": _TEMPLATE}))
 
 
-def _write_documents(prefix: Path, *, samples: Sequence[PromptResponse], pad_to: int = 0) -> None:
+def _write_documents(prefix: Path, documents: Sequence[Sequence[int]]) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for sample in samples:
-        tokens = [*sample.prompt, *sample.response, END_OF_DOCUMENT]
-        document = torch.tensor(tokens + [PADDING] * (pad_to - len(tokens)))
-        builder.add_document(document, [len(document)])
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
     builder.finalize(f"{prefix}.idx")
