@@ -171,8 +171,10 @@ def lpt(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
 
 def ours(lengths: NDArray[np.int64], setup: Setup, *, algorithm: str = "auto") -> Ranks:
     """`build_data_schedule` as a training run calls it; its time includes costs, bound and schedule object."""
-    options = {"topology": setup.topology, "limits": setup.limits, "algorithm": algorithm}
-    return build_data_schedule(lengths, cost_model=setup.cost_model, **options).ranks
+    schedule = build_data_schedule(
+        lengths, cost_model=setup.cost_model, topology=setup.topology, limits=setup.limits, algorithm=algorithm
+    )
+    return schedule.ranks
 
 
 def split_bins(bins: list[list[int]], *, tokens: Sequence[int], num_bins: int) -> list[list[int]]:
