@@ -18,6 +18,7 @@ from benchmarks.publish import filled, made_by, publish, rounded, write_raw
 BENCHMARKS = {
     "quickstart": "benchmarks.quickstart",
     "planner": "benchmarks.planner.command",
+    "pipelines": "benchmarks.pipelines.command",
     "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",
     "gpu": "benchmarks.gpu",

@@ -21,7 +21,7 @@ from megatron_balance.planner.inputs import Ints
 from megatron_balance.planner.pipeline import makespans
 from megatron_balance.planner.plan import in_slots, leveled, no_empty, pour_samples, with_headroom
 
-EFFORT = 800
+EFFORT = 1200
 """Improvements tried over all plans."""
 
 PAIRS = 96
@@ -33,7 +33,7 @@ SLOPES = (2, 8)
 SURVIVORS = (8, 4, 2, 1)
 """Plans that are improved in each turn."""
 
-USUAL_PASSES = 96
+USUAL_PASSES = 64
 """Passes of a stage from which on fewer improvements are tried: effort is time."""
 
 SLOT_TURN = 4

@@ -1,0 +1,1 @@
+"""Plans of pipelines beside simulated annealing."""
