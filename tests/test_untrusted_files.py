@@ -174,7 +174,6 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
         ("plan", 0, (), [], "line 1 is damaged"),
         ("plan", 1, (), "DEEP", "line 2 is damaged (RecursionError"),
         ("plan", 0, ("topology", "pp_size"), 10**8, "100000000 pipeline stages"),
-        ("plan", 0, ("limits", "max_tokens_per_gpu"), 10**30, ""),
         ("plan", 0, ("cost_model", "linear"), 10**400, ""),
         ("plan", 1, ("iteration",), 10**400, ""),
         ("plan", 1, ("plan_seconds",), 1e308, "times"),
