@@ -16,9 +16,12 @@ import pytest
 from plan_cells import CELLS, draw, least_time
 from plan_judge import Batch
 
+from benchmarks.pipelines.command import CELLS as PIPELINES
+from benchmarks.planner.setups import draw_lengths
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost import profiles
 from megatron_balance.planner import schedule_metrics
+from megatron_balance.planner.pipeline_plan import plan_pipeline
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
@@ -42,6 +45,15 @@ def test_plans_stay_below_their_bars(name):
         assert schedule_metrics(schedule).num_over_cap == 0
         ratios.append(schedule.predicted_cost / least)
     assert max(ratios) <= bar, ratios
+
+
+@pytest.mark.parametrize("name", GOLDEN["annealed"])
+def test_pipelines_are_near_annealed_references(name):
+    """Of fitted lengths, by `benchmarks/pipelines`: the best of annealing from six starts, 250,000 exchanges each."""
+    cell = next(cell for cell in PIPELINES if str(cell) == name)
+    batch = cell.batch(draw_lengths(cell.lengths, num_samples=cell.count, longest=cell.cap, folder=None))
+    plan = plan_pipeline(batch)
+    assert batch.time(plan.slot_of, plan.cp_sizes) <= 1.05 * GOLDEN["annealed"][name]
 
 
 @pytest.mark.parametrize("kind", GOLDEN["optima"])
