@@ -156,7 +156,8 @@ def section(figures: Mapping[str, Any]) -> str:
     header = "cell, samples | plan | 4 × the effort | predicted / exact | bound | CPU s | micro-batches"
     return f"""Time of a plan over that of a reference: the best that simulated annealing finds from this plan and from
 longest first in five numbers of micro-batches ({steps:,} exchanges each). {figures["lengths"].capitalize()}. Both are
-judged by exact makespans in the order of Megatron's own functions; *predicted / exact* is this package's figure over those.
+judged by exact makespans in the order of Megatron's own functions; *predicted / exact* is this package's figure over
+those.
 *Bound*: the lower bound over the reference; it counts empty micro-batches only, so it says little. Annealing is weak
 where experts meet: long runs gain another 1 to 4 % there.
 
