@@ -1,11 +1,8 @@
 """Hooks in other systems: checked tables of them, installed together or not at all, and undone.
 
-A hook is a row: the target, the parameters relied on, where its name is bound, why, and when the row
-can go. Installing checks every row first. A target that is missing, has other parameters, or was bound
-by value somewhere the row does not name, fails on every rank before training, with the version seen.
-
-Invariants: either every hook of a table is installed or none; installing twice with the same settings installs once,
-other settings raise and change nothing; `undo()` restores the very objects that were there, as `holding` does.
+A target that is missing, has other parameters, or was bound by value somewhere the row does not name, fails on every
+rank before training, with the version seen. Installing twice with the same settings installs once, other settings raise
+and change nothing; `undo()` restores the very objects that were there, as `holding` does.
 """
 
 from __future__ import annotations

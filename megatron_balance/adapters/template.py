@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.adapters.kit import Adapter, Function, Hook
-from megatron_balance.runtime import check_same_schedule, gather_sample_lengths, reroute_samples
-from megatron_balance.samples import Sample
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.failure import check_same_schedule
+from megatron_balance.runtime.gather import gather_sample_lengths
+from megatron_balance.samples.sample import Sample
 
 
 @dataclass(frozen=True)

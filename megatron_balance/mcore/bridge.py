@@ -1,14 +1,8 @@
 """Balanced training and evaluation in Megatron-Bridge's loop.
 
-    from megatron_balance.mcore import install_bridge
-    install_bridge(max_tokens_per_gpu=8192)    # before megatron.bridge.training.pretrain.pretrain(config, forward_step)
-
-Bridge has a configuration in place of Megatron's arguments. It asks for Megatron's schedule in modules that bind the
-function by value, and passes it to `train_step` with the model and the configuration: there it is replaced. The run is
-built at the first step or evaluation, as for a hand-written loop (`loop.py`).
-
-Invariant: nothing of Bridge's configuration, data set or forward step is changed; a step's batches have the keys that
-its forward step reads (`samples.with_attention_keys`).
+Bridge asks for Megatron's schedule in modules that bind the function by value, and passes it to `train_step` with the
+model and the configuration: there it is replaced. Nothing of Bridge's configuration, data set or forward step is
+changed; a step's batches have the keys that its forward step reads (`samples.packing.with_attention_keys`).
 """
 
 from __future__ import annotations

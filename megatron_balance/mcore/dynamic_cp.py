@@ -1,21 +1,13 @@
 """Context-parallel groups of several sizes, and the forward pass of a micro-batch in one of them.
 
-The ranks of one tensor-parallel rank and pipeline stage are a *lane* of `dp_size * cp_size` *leaves*, in the order of
-Megatron's data-parallel group with context parallelism: context-parallel ranks innermost. A group of `size` leaves
-starts at a multiple of `size`. Megatron's own context-parallel group serves its size.
+The ranks of one tensor-parallel rank and pipeline stage are a *lane* of `dp_size * cp_size` *leaves*, context-parallel
+ranks innermost. A group of `size` leaves starts at a multiple of `size`. Megatron's own group serves its size. What
+reads context-parallel state while a micro-batch runs is switched: `parallel_state`'s group for scripts; `cp_group` and
+`local_cp_size` of PackedSeqParams for attention kernels, also in recomputation; the attention module's collection of
+groups for rotary angles; the router's group for auxiliary losses.
 
-Megatron reads context-parallel state in several places while a micro-batch runs; each is switched:
-
-* the script's batch functions and loss function: `parallel_state`'s group, swapped while they run;
-* attention kernels: `cp_group` and `local_cp_size` of the PackedSeqParams, set as the model is called, so that
-  recomputation in the backward pass finds them;
-* rotary angles: the attention module's own collection of groups, replaced by a view while its forward runs;
-* auxiliary losses: the router's group, replaced while its layer runs; they are recorded for the static
-  group, the only one that all these ranks share.
-
-Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; none is shared
-with the gradient reduction; outside a forward pass and its loss function all state is that of
-`--context-parallel-size`.
+Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; outside a forward
+pass and its loss function all state is that of `--context-parallel-size`.
 """
 
 from __future__ import annotations
@@ -68,9 +60,6 @@ class MicrobatchContext:
 
     `by_size` lacks the sizes that this rank's leaf is in no whole group of. MoE routers with a loss of their own
     (`for_routers`) sum over the same groups with all their tensor-parallel ranks.
-
-    Transformer Engine's attention switches to the group in PackedSeqParams, and keeps it if they have none, as in
-    evaluation. It creates its stream for context parallelism only if `--context-parallel-size` is above 1.
     """
 
     def __init__(self, topology: Topology, *, layout: Layout, timeout: timedelta, for_routers: bool) -> None:

@@ -2,16 +2,12 @@
 
 The wrapper pulls the items that the step would have read, balances them, and calls Megatron's schedule with another
 iterator and another number of micro-batches. `get_num_microbatches()` is unchanged: the learning rate, consumed samples
-and resuming depend on what was loaded. Megatron's log divides losses of routers and multi-token prediction by it, and
-counts FLOPs from `cu_seqlens`, filler included: hooks correct both (`log_scale`, `totals`).
-
-Evaluation: Megatron sums the losses and tokens of micro-batches and divides the sums, which no packing changes. Under
-`--sft` it averages the means of micro-batches, over micro-batches, ranks and iterations, so that another packing is
-another number. Balanced evaluation has Megatron divide sums in every case.
+and resuming depend on what was loaded. A balanced evaluation has Megatron divide sums over tokens in every case: under
+`--sft` it averages means of micro-batches, which another packing changes.
 
 Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; a forward-only call is
-Megatron's own, unless it is a step of an evaluation that is balanced; steps of training and of evaluation are made one
-at a time: the next training step may be in preparation when an evaluation begins.
+Megatron's own, unless it is a step of a balanced evaluation; steps of training and of evaluation are made one at a
+time.
 """
 
 from __future__ import annotations
@@ -42,13 +38,11 @@ Schedule = Callable[..., Any]
 
 
 class BalancedForwardBackward:
-    """Replaces the result of `get_forward_backward_func` while a run balances.
+    """Replaces the result of `get_forward_backward_func` while a run balances; every rank of the world makes one.
 
-    Every rank of the world makes one, and with it all process groups of the run; `args` are those of Megatron's own
-    loop. `last_step` is the data of the newest step, for logs and tests; `in_step` while Megatron's schedule runs
-    balanced micro-batches; `pipeline_shapes` are those of its messages, None where Megatron's stages exchange them.
-    `totals` are those of the newest training step, None before it; `log_scale` the micro-batches of a rank that were
-    loaded for it, over those that it ran with samples, in the mean.
+    `args` are those of Megatron's own loop. `pipeline_shapes` is None where Megatron's stages exchange them. `totals`
+    are those of the newest training step; `log_scale` the micro-batches of a rank that were loaded for it, over those
+    that it ran with samples, in the mean: Megatron's log divides by the first.
     """
 
     def __init__(self, settings: Settings, *, args: Namespace | None) -> None:

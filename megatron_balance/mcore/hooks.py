@@ -1,12 +1,7 @@
 """The hooks in Megatron, in a checked table.
 
-    from megatron_balance.mcore import install
-    installed = install()    # before Megatron parses arguments
-    installed.undo()
-
 `install` hooks `megatron.training` alone; without a balance flag these wrappers call Megatron's own functions: the run
 is stock. A balanced run hooks what it needs of `megatron.core` before its first step (`core_hooks`).
-`undo()` takes all out and ends the run's threads, processes and groups; every rank calls it after the same step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Balanced steps for a training loop of one's own, on `megatron.core` alone.
+"""Balanced steps for a training loop of one's own, on `megatron.core` alone; nothing of `megatron.training` is needed.
 
-    forward_backward = balanced_schedule(get_forward_backward_func(), model=model, max_tokens_per_gpu=8192)
-
-The loop calls it as it calls Megatron's schedule, with its own data iterator. Nothing of `megatron.training` is needed.
 Rules ask for Megatron's options by name: a TransformerConfig has many of them under the same names, and the others
 follow from the modules and the parallel state.
 """

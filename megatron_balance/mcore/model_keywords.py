@@ -1,11 +1,7 @@
 """Keyword arguments of a model's forward that a script's forward step does not give; a forward pre-hook adds them.
 
-Padding masks, for MoE routers, which then count real tokens only: Megatron's models hand a `padding_mask` to their
-routers, through recomputation too, and no script passes one. Multi-token prediction layers of 0.17 take no mask: their
-routers count padding. `hooks.py` has what Megatron 0.17 to 0.19 get wrong with a mask.
-
-PackedSeqParams under `--balance-unpad`: the script's forward step was written for padded rows and names no starts of
-sequences. Every rank adds them: those that read no data know the lengths of their micro-batches too.
+Padding masks, for MoE routers, which then count real tokens only (those of multi-token prediction in 0.17 take none),
+and PackedSeqParams under `--balance-unpad`, whose scripts name no starts of sequences; every rank knows both.
 """
 
 from __future__ import annotations

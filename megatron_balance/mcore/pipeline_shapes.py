@@ -1,12 +1,8 @@
 """The shapes of a step's pipeline messages, taken from the plan.
 
-Where sequence lengths vary, Megatron's stages send the shape of every activation and gradient ahead of it, and the
-host waits for the device and for the neighbour to read it. Every rank of a model replica knows the tokens of each
-micro-batch before the step begins, and Megatron's schedule table gives the order of the messages: `PipelineShapes`
-answers from these two, without communication.
-
-Invariants: the ranks of a pipeline all answer from the plan, or none does; a tensor of another shape than planned is
-an error of the rank that would have sent it, before it is sent; the configuration is restored after the step.
+Where sequence lengths vary, Megatron's stages send the shape of every activation and gradient ahead of it, and the host
+waits for it. Every rank of a replica knows the tokens of each micro-batch beforehand, and Megatron's schedule table
+gives the order of the messages. A tensor of another shape than planned is an error of its sender, before it is sent.
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ _NO_MESSAGE = (0, 0, 0)
 class PipelineShapes:
     """The shapes of the messages of one step on one pipeline stage, in the order in which they are sent and received.
 
-    A stage passes every virtual micro-batch of the schedule on to the next stage. Between the last stage and the first
-    only those pass that have a chunk left to run, and both have them in the same order. Gradients come back in the
-    order of the activations. `order` is Megatron's `get_schedule_table`: `(micro-batch, chunk)` of each virtual one.
+    Every virtual micro-batch passes on to the next stage, between the last stage and the first only those with a chunk
+    left to run. `order` is Megatron's `get_schedule_table`: `(micro-batch, chunk)` of each virtual one.
     """
 
     def __init__(

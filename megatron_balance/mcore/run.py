@@ -1,10 +1,7 @@
 """The balanced run of a process: `build_run` makes it where all ranks agree on their flags, and hooks use `current`.
 
-Ranks agree before any of them makes a process group (`runtime/start.py`). Ranks of a stock run take part too: a rank
-cannot know that others balance.
-
-Invariants: an error in the flags or files of one rank is raised on every rank of the world; every rank makes the same
-groups in the same order, those of other ranks among them.
+Invariants: ranks agree before any makes a process group, those of stock runs too; an error in the flags or files of one
+rank is raised on every rank of the world; every rank makes all groups in the same order.
 """
 
 from __future__ import annotations

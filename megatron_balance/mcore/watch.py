@@ -1,12 +1,8 @@
 """Watches a run on one rank: logs its figures and device memory, and writes the record. `step/timing.py` times passes.
 
-Nothing here sends a message. The seconds of a step and the memory of the device travel in the header by which ranks
-gather lengths two steps later. So the first rank of the world, which prints, knows the seconds of the data-parallel
-ranks of its own pipeline stage.
-
-Under `--balance-record` the first rank of the world writes the plan of every step, and the first rank of every model
-replica its seconds; with `--balance-context-parallel` that of every context-parallel rank, as these run different
-micro-batches. A thread writes a line with every step (`record/writing.py`).
+Nothing here sends a message: seconds and memory travel in the header by which ranks gather lengths two steps later. The
+first rank of the world records plans, the first of every model replica (with `--balance-context-parallel` of every
+context-parallel rank) its seconds.
 
 Invariants: watching does not change training; a step that Megatron runs again counts once; a new run replaces the
 record in the folder, a resumed one continues it.

@@ -1,10 +1,8 @@
 """Collectives and messages between ranks, small enough for gloo; an error names the ranks that did not answer.
 
 torch reports a lost connection or an elapsed timeout, but not what was waited for. Every collective of this package
-runs in `waiting_for`, which names it; `with_step_context` adds the iteration, also to errors of other collectives.
-
-Invariants: tensors only, no pickled objects; a rank's row is as long as every other's; where ranks exchange bytes, they
-know beforehand how many go from which to which.
+runs in `waiting_for`, which names it; `with_step_context` adds the iteration. Only tensors are sent, no pickled
+objects.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Moves samples to the ranks that compute them, as bytes whose layout both sides compute from lengths and schema.
 
-The samples that go from one rank to another are a block. It has one region a key, in the schema's order, and a region
-holds that key of all samples, one after the other. So a key costs one copy a block, however many samples there are, and
-what is received is cut into views. A sample that moves is copied twice: into the send buffer, and by whoever packs the
-views of what arrived. Regions start at multiples of 16 bytes: torch refuses to view bytes as a wider dtype elsewhere,
-and kernels prefer it.
+The samples that go from one rank to another are a block with one region a key, in the schema's order, which holds that
+key of all samples. So a key costs one copy a block, and what is received is cut into views.
 """
 
 from __future__ import annotations

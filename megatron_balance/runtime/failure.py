@@ -1,8 +1,6 @@
 """Errors of one rank, and differences between ranks, raised on every rank of a group.
 
-A rank that raised alone would leave the others waiting in a collective. So an error is caught, its text is sent in the
-next collective, and then every rank raises a BalanceError that names the rank and the error; where it happened, the
-original is its cause.
+Peers would wait for a rank that raised alone: its text is sent in the next collective. There the original is the cause.
 """
 
 from __future__ import annotations
@@ -109,17 +107,9 @@ def share(
 ) -> str:
     """Gives all ranks of a model replica the step that those of them made which load data; all call it.
 
-    Args:
-        text: of the step that this rank made; None where it loads no data, or has a problem.
-        group: the ranks of the replica, over gloo, of which the first loads data; None for one rank.
-        digest: of what must be equal on all ranks that made it, in [0, 2**63).
-        problem: error of this rank, raised on every rank of the replica; None without one.
-
-    Returns:
-        The text of this rank; where it loads no data, that of the first rank.
-
-    Raises:
-        BalanceError: on every rank: a problem on one of them, or different plans.
+    `text` is the step's, None on a rank that loads no data (it gets that of the first rank of the group, which does) or
+    has a problem; `digest`, in [0, 2**63), must be equal on all ranks that made it. All raise where it differs, or on a
+    problem.
     """
     if group is None:
         if text is None:
@@ -149,9 +139,8 @@ def _agree(
 ) -> bool:
     """True if every rank has a digest; where two differ, or a rank has a problem, all raise.
 
-    In round k a rank hands what it knows to the rank 2**k above and takes in what the one 2**k below knows: after
-    ceil(log2(group size)) rounds each knows of all (the dissemination barrier: Hensgen, Finkel and Manber 1988). gloo's
-    all_reduce and all_gather are rings, of as many rounds as there are other ranks.
+    The dissemination barrier (Hensgen, Finkel and Manber 1988): in round k a rank hands what it knows to the rank 2**k
+    above.
     """
     alike, complete, value = problem is None, digest != UNKNOWN, digest
     rank, size = group.rank(), group.size()

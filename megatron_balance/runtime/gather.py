@@ -1,16 +1,11 @@
 """Gathers the lengths of all samples on every rank, and checks that all ranks can continue.
 
-A rank must not raise an error in its own data alone: its peers would wait for ever. So every rank states its problem,
-its settings and its schema, and sends a hash of that; where two hashes differ, all ranks read all statements, and adopt
-the one schema or raise one error. Ranks that gather for different steps are detected here too.
+A rank that raised an error in its data alone would leave its peers in a collective. So every rank sends a hash of its
+problem, settings and schema; where two differ, all ranks read all of them, and adopt the one schema or raise one error.
 
-The values of a rank are the lengths of its sequences, ~length where a sequence continues the sample before it. Where
-samples have ragged keys, the entries of each of these keys follow, and where images count, the sums of their patches,
-sample after sample.
-
-Collectives: one all_gather of a row of `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default). A second one
-carries the other values where some rank has more, and one more the statements where they differ. All ranks decide on
-these from the same header.
+The values of a rank are the lengths of its sequences, ~length where a sequence continues the sample before it, then for
+each sample the entries of its ragged keys and the sums of its image patches. One all_gather brings a row of
+`HEADER_FIELDS + row_values` int64 a rank (1 KiB by default), a second one what did not fit on some rank.
 """
 
 from __future__ import annotations
@@ -46,14 +41,10 @@ GRID_KEYS = ("image_grid_thw", "video_grid_thw")
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank sends with its lengths in a run of steps.
+    """What a rank sends with its lengths in a run of steps; `settings` and `step` must be equal on all ranks.
 
-    Attributes:
-        settings: name → value, which must be equal on all ranks.
-        step: that the samples are for, counted by the caller; equal on all ranks.
-        reported: `[NUM_REPORTED]` numbers for the other ranks.
-        row_values: values that a rank sends before it knows those of the others. Equal on all ranks: the default, or
-            `next_row_values` of the last gather that all of them completed.
+    `row_values` are sent before a rank knows those of the others, equal on all ranks: the default, or `next_row_values`
+    of the last gather that all of them completed.
     """
 
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -158,13 +149,9 @@ def gather_lengths(
 ) -> GatheredLengths:
     """`gather_sample_lengths` without samples.
 
-    Args:
-        local_lengths: `[num_local_samples]`, tokens, or one entry a sequence, sample after sample; may be empty.
-        group: as above, as are `problem`, `header` and `device`.
-        num_segments: `[num_local_samples]`, sequences of each sample, at least 1; None where each is one sequence.
-        ragged_lengths: `[num_local_samples, num_ragged]`, entries of each of the schema's ragged keys.
-        schema: of this rank's samples; None only where it has none, and then the others' is adopted.
-        image_patches: `[num_local_samples, 2]`, as `image_patches` counts them; None on every rank or on none.
+    `local_lengths` are tokens, or one entry a sequence, sample after sample, where `num_segments` counts those of each;
+    `ragged_lengths` `[num_local_samples, num_ragged]`. `image_patches` `[num_local_samples, 2]` are given on every rank
+    or on none. A rank without samples and schema adopts that of the others.
     """
     num_ragged = 0 if schema is None else schema.num_ragged
     sequences = values = np.zeros(0, dtype=np.int64)

@@ -1,10 +1,7 @@
 """Lets all ranks of a run agree on settings before any of them makes a process group.
 
 Making a process group waits for every member until the timeout, and no error names a missing rank. So ranks meet in the
-key-value store of init_process_group, which can name the missing ranks and needs neither a group nor a device. Rank 0
-reads the entries of all ranks, and writes one verdict.
-
-Entries are JSON texts; nothing that arrives is executed. A rank writes once and reads once; rank 0 reads once a rank.
+key-value store of init_process_group, where rank 0 reads the entries of all ranks (JSON) and writes one verdict.
 """
 
 from __future__ import annotations
@@ -44,21 +41,11 @@ class Meeting:
 def agree(
     settings: Mapping[str, str], *, meeting: Meeting, topic: str, problem: str | None = None, said: str = ""
 ) -> list[str]:
-    """Continue only if every rank takes part, with the same settings and without a problem.
+    """Continue only if every rank takes part, with the same settings and without a problem; what each rank said.
 
-    Args:
-        settings: name → value, for people too; a name that a rank lacks counts as another value.
-        meeting: of all ranks of the world.
-        topic: `flags`; ranks that meet several times name it each time.
-        problem: error of this rank, or None.
-        said: a few bytes that every rank gets.
-
-    Returns:
-        What each rank said.
-
-    Raises:
-        BalanceError: on every rank: the differing settings with values and ranks; the problem; or the missing
-            ranks. PeerError where rank 0 is missing or the store is gone.
+    `settings` are for people too; a name that a rank lacks counts as another value. `said` are a few bytes that every
+    rank gets. Every rank raises BalanceError that names the differing settings, the problem or the missing ranks;
+    PeerError where rank 0 is missing or the store is gone.
     """
     store, rank = meeting.store, meeting.rank
     started, seconds = time.monotonic(), meeting.timeout.total_seconds()

@@ -1,27 +1,17 @@
 """Packs samples into one `thd` micro-batch, as Megatron 0.19's `get_batch` expects it from a data iterator.
 
-Every tensor has a leading batch dimension of 1. Each sample is a sequence, padded to a multiple of `token_multiple`:
+Each sample is a sequence, padded to a multiple of `token_multiple`. Without context parallelism the padding counts into
+`cu_seqlens`: Megatron's `get_batch_on_this_tp_rank` sends `cu_seqlens_padded` to other ranks only when cp_size > 1.
+With it `cu_seqlens` count real tokens. `max_seqlen` is at least the longest padded length: the unfused thd RoPE makes
+so many rows of angles and slices them by `cu_seqlens_padded`.
 
-- Without context parallelism the padding counts into the sequence: `cu_seqlens` are the cumulative padded lengths.
-  Megatron's `get_batch_on_this_tp_rank` sends `cu_seqlens_padded` to the other tensor-parallel ranks only when
-  cp_size > 1, so they would read a pack that needs it differently.
-- With context parallelism `cu_seqlens` are the cumulative real lengths and `cu_seqlens_padded` says where sequences
-  start.
-
-A pack may be filled up with masked tokens to a given size (`num_tokens`), because FP8 and FP4 layers require
-multiples of a number of tokens, or so that few sizes occur. The filler is sequences of its own, which no real token
-attends to: a few short ones, whose attention costs next to nothing. A dummy is all filler.
-
-`max_seqlen` is at least the longest padded length in both cases. Under context parallelism too: the unfused thd RoPE
-makes `max_seqlen` rows of angles and slices them by `cu_seqlens_padded`, and a context-parallel rank may hold more than
-real length / cp_size real tokens of a sequence.
+A pack is filled up to `num_tokens` with masked sequences of their own, which no real token attends to and whose
+attention costs next to nothing. A dummy is all filler.
 
 Attention libraries build or choose a kernel anew for each number of sequences and each `max_seqlen` (Transformer Engine
-2.18 with cuDNN 9.24: `b` in `FADescriptor_v1`, common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu; `max_seqlen_q` in
-AttentionParams, pytorch). With `few_shapes` both take few values, and no token is added: sequences of length 0 precede
-the others. Not behind them: Megatron's get_batch cuts off copies of the last entry. Kernels look for the last entry not
-above a token's place (`binary_search`, common/fused_attn/context_parallel.cu), as `seq_idx` of Mamba layers does; those
-of gated delta nets count chunks of sequences in another way, and get none.
+2.18 with cuDNN 9.24: `b` in `FADescriptor_v1`). With `few_shapes` both take few values by sequences of length 0 in
+front: Megatron's get_batch cuts off copies of the last entry. Kernels look for the last entry not above a token's place
+(`binary_search`, common/fused_attn/context_parallel.cu); those of gated delta nets count otherwise, and get none.
 """
 
 from __future__ import annotations

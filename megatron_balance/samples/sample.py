@@ -88,11 +88,7 @@ def lengths_key(name: str) -> str:
 class KeySpec:
     """Dtype and shape of one key, the same for every sample.
 
-    Attributes:
-        name: the key.
-        dtype: of its tensors.
-        shape: trailing shape of a per-token or a ragged key, whole shape of a per-sample key.
-        kind: the attribute of a Sample that holds the key.
+    The shape is the trailing one of a per-token or a ragged key, and the whole one of a per-sample key.
     """
 
     name: str
@@ -188,12 +184,9 @@ class SampleSchema:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a step in columns, which cost a few calls a key, however many samples there are.
+    """The samples of a step in columns, key → its tensor of each sample: a few calls a key, however many there are.
 
-    Attributes:
-        schema: of all; None only where there are none.
-        columns: key → its tensor of each sample, `[num_samples]` views.
-        lengths: int64 `[num_samples]`, tokens.
+    `schema` is None only where there are none; `lengths` are int64 `[num_samples]`, tokens.
     """
 
     schema: SampleSchema | None

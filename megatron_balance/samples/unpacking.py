@@ -1,10 +1,7 @@
 """Splits a batch of a Megatron data loader into samples: the inverse of packing.
 
-A row of a packed (thd) batch holds one or more sequences. Each becomes one Sample, without its trailing padding.
-
-A padded (bshd) batch has one sequence a row and padding behind it. Stock Megatron computes the padding and masks its
-loss. Attention is causal, so no real token attends to it, and without it loss and gradients are the same: rows become
-samples of their true length.
+Each sequence of a packed (thd) row becomes a sample, without its trailing padding. A row of a padded (bshd) batch
+becomes a sample of its true length: attention is causal, so that no real token attends to the padding behind it.
 """
 
 from __future__ import annotations
@@ -223,11 +220,7 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
 
     Its data sets and forward steps (`megatron/bridge/training/gpt_step.py`, 0.6.2) name the arguments of attention:
     `cu_seqlens_q` and `cu_seqlens_kv`, both with `_padded` where sequences are padded. Older data sets have
-    `cu_seqlens` filled up with -1 behind `cu_seqlens_argmin` entries, and `cu_seqlens_unpadded`. A `cu_seqlens` that is
-    not filled up is cut to nothing by its forward step. Each is `[num_rows, k]`, or `[k]` for one row.
-
-    Raises:
-        BalanceError: keys begin elsewhere than queries.
+    `cu_seqlens` filled up with -1 behind `cu_seqlens_argmin` entries, and `cu_seqlens_unpadded`.
     """
     batch = {name: value for name, value in batch.items() if value is not None}
     for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
@@ -260,19 +253,9 @@ ATTENTION_MASK = "attention_mask"
 def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[str, Any]:
     """The batch with `cu_seqlens`, one sequence a row that ends where padding begins, and without `attention_mask`.
 
-    Args:
-        batch: `tokens` `[num_rows, padded_seq_len]`, and `loss_mask` of the same shape where there is padding.
-            `attention_mask`: `[num_rows, padded_seq_len]`, nonzero for real tokens, or Megatron's
-            `[1 or num_rows, 1, padded_seq_len, padded_seq_len]`, True where a query does not attend to a key.
-        padding: the token id of padding, or ATTENTION_MASK. Tokens of that id that carry a loss or are followed by
-            others are real: to stock Megatron they are, too.
-
-    Returns:
-        The batch; a row of padding alone keeps one token.
-
-    Raises:
-        BalanceError: there is no attention_mask to read, it has another shape, or padding has no loss_mask; naming the
-            row, an attention mask with padding before real tokens, or not causal over these.
+    Padding is a token id, or ATTENTION_MASK: `[num_rows, num_tokens]`, nonzero for real tokens, or Megatron's `[1 or
+    num_rows, 1, num_tokens, num_tokens]`, True where a query does not attend to a key. Tokens of that id that carry a
+    loss or precede others are real. A row of padding keeps one token. What cannot be read so raises BalanceError.
     """
     mask, loss_mask, tokens = (batch.get(name) for name in (ATTENTION_MASK, "loss_mask", "tokens"))
     batch = {name: value for name, value in batch.items() if name != ATTENTION_MASK}

@@ -14,15 +14,11 @@ import torch.distributed as dist
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore.dynamic_cp import connect
-from megatron_balance.runtime import (
-    Header,
-    gather_lengths,
-    gather_sample_lengths,
-    reroute_samples,
-    share,
-)
 from megatron_balance.runtime.comm import exchange_parts
-from megatron_balance.samples import Sample, SampleSchema
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.failure import share
+from megatron_balance.runtime.gather import Header, gather_lengths, gather_sample_lengths
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())

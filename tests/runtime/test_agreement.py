@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_balance import BalanceError
-from megatron_balance.runtime import Meeting, PeerError, agree
+from megatron_balance.runtime.comm import PeerError
+from megatron_balance.runtime.start import Meeting, agree
 
 
 def meet(settings, *, seconds=20.0, problems=None, store=None, missing=(), late=()):

@@ -10,8 +10,8 @@ from thd_attention import partitioned_indices
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, padding_mask
-from megatron_balance.samples.packing import sequence_starts
+from megatron_balance.samples.packing import pack_microbatch, padding_mask, sequence_starts
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 
 def build(length, *, first_token=1, positions=True):

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_balance import BalanceError
-from megatron_balance.runtime import image_patches
-from megatron_balance.samples import Sample, SampleSchema, pack_microbatch, split_packed
+from megatron_balance.runtime.gather import image_patches
+from megatron_balance.samples.packing import pack_microbatch
+from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.unpacking import split_packed
 
 
 def sample(length: int, image_patches: list[int], first: int = 1) -> Sample:

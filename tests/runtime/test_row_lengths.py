@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.samples import split_packed, with_row_lengths
+from megatron_balance.samples.unpacking import split_packed, with_row_lengths
 
 PAD, WIDTH, END = 9, 6, 7
 ATTENTION_MASK = "attention_mask"

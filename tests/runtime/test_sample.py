@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_balance import BalanceError
-from megatron_balance.samples import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 
 def sample(length=3, *, entries=2, **more):

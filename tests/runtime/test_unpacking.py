@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError
-from megatron_balance.samples import pack_microbatch, split_packed, with_attention_keys, with_cu_seqlens
+from megatron_balance.samples.packing import pack_microbatch, with_attention_keys
+from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens
 
 PAD = 0
 

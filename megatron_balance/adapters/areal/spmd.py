@@ -34,9 +34,9 @@ from megatron_balance.adapters.kit import Function, Hook
 from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime import gather_lengths
 from megatron_balance.runtime.failure import Failure, attempt
-from megatron_balance.samples import KeySpec, Sample, SampleSchema
+from megatron_balance.runtime.gather import gather_lengths
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
 
 Outcome = TypeVar("Outcome")
 

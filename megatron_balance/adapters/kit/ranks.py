@@ -17,8 +17,9 @@ from megatron_balance.adapters.kit.plans import Ints, even_parts, row_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import build_data_schedule, mountain_order
-from megatron_balance.runtime import GatheredLengths, Header, gather_lengths, reroute_samples
-from megatron_balance.samples import KeySpec, Sample, SampleSchema
+from megatron_balance.runtime.exchange import reroute_samples
+from megatron_balance.runtime.gather import GatheredLengths, Header, gather_lengths
+from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
 from megatron_balance.topology import Limits, Topology
 
 _COUNTS = SampleSchema((KeySpec("micro-batches", dtype=torch.int64),))

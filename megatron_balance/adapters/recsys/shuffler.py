@@ -32,8 +32,8 @@ from megatron_balance.adapters.kit.ranks import move_rows, moving_row
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime import GatheredLengths, gather_lengths
-from megatron_balance.samples import Sample, SampleSchema
+from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
+from megatron_balance.samples.sample import Sample, SampleSchema
 
 Ints = NDArray[np.int64]
 

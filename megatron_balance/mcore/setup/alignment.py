@@ -1,28 +1,13 @@
 """Multiples of tokens that micro-batches are filled up to, for low-precision layers and for fewer shapes.
 
-- `Topology.token_alignment`: FP8 and FP4 layers only take multiples of a number of tokens. It applies to every
-  micro-batch, dummies and over-long samples included.
-- `--balance-shape-bucket`: the allocator reuses blocks of known shapes, and kernels compiled or tuned for a shape are
-  reused. It applies to micro-batches up to the cap.
+`Topology.token_alignment` applies to every micro-batch, `--balance-shape-bucket` to those up to the cap, which is
+rounded down to the multiple: a sample over the rounded cap runs alone and is filled up to the alignment only. Both
+count tokens of a rank, once context and sequence parallelism have split the micro-batch.
 
-Invariant: a filled micro-batch is never above the cap, which is rounded down to the multiple; a sample over the rounded
-cap runs alone and is filled up to the alignment only.
-
-Alignments are tokens of a micro-batch on one rank, once context and sequence parallelism have split it: a rank
-quantizes its own share before sequence parallelism gathers it.
-
-| Recipe | Tokens | Because |
-| --- | --- | --- |
-| `delayed`, `tensorwise` | 16 | the leading dimension of FP8 GEMMs; the 8 that layers check holds for outputs only |
-| `mxfp8` | 32 | a block of scales, without which nothing is quantized |
-| `blockwise` | 128 | a block of scales: 16 would do for GEMMs, but then gathers are in high precision |
-| `nvfp4` | 128 | kernels refuse other than multiples of 32, fuse at 64, and 128 is what Megatron pads experts to |
-
-Source: Transformer Engine 2.3 to 2.20, common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp and
-`is_quantizable` in pytorch/tensor; Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`.
-
-Megatron's experts pad their own tokens. Only where the routing is padded instead
-(`--moe-router-padding-for-quantization`) does a rank need as many tokens as its fullest expert gets.
+docs/megatron.md has the alignment of each recipe. Sources: Transformer Engine 2.3 to 2.20,
+common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp and `is_quantizable` in pytorch/tensor;
+Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`. Experts pad their own tokens; only where routing is
+padded instead does a rank need as many tokens as its fullest expert gets.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Adds the balance flags to Megatron's own.
-
-    --balance                  the flags below that are safe for this run, a cap, and a log line that says why
-    --use-dynamic-batch-size   pack what a rank loaded into micro-batches of at most max_tokens_per_gpu*cp_size tokens
-    --balance-data             move samples between data-parallel ranks, so that each carries the same cost
-    --balance-by-flops         the cost is FLOPs, not tokens, and packing is number partitioning, not first-fit
-
-The three combine; by-flops requires dynamic batching, since it packs.
-"""
+"""Adds the balance flags to Megatron's own, checks them, and fills in what `--balance` leaves open (docs/flags.md)."""
 
 from __future__ import annotations
 

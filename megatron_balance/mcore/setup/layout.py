@@ -1,7 +1,4 @@
-"""The place of each rank in Megatron's parallel layout, and the package's own process groups.
-
-Ranks gather their places once, whatever order Megatron numbers them in; each then lists every group by itself. The
-groups are separate from Megatron's: a thread may use them while training uses Megatron's, and no GPU waits (gloo).
+"""The place of each rank in Megatron's parallel layout, and the package's own process groups over gloo.
 
 Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
 the number of groups that the process has made before, also under `use_local_synchronization`. Ranks that have made
@@ -152,9 +149,8 @@ def make_groups(
 def _lazy(backend: str) -> str:
     """The backend whose groups connect two ranks when they first talk, where torch (from 2.8) can.
 
-    Connected at once, each rank reads from the store where every other one listens, and 8 bytes a member each time:
-    at 10,000 ranks this takes hours (docs/scale.md). The user's own TORCH_GLOO_LAZY_INIT holds. It is not set here:
-    threads of libraries may read the environment meanwhile.
+    Connected at once, 10,000 ranks take hours (docs/scale.md). The user's own TORCH_GLOO_LAZY_INIT holds, and is not
+    set here: threads of libraries may read the environment meanwhile.
     """
     if _torch_version() < (2, 8) or "TORCH_GLOO_LAZY_INIT" in os.environ:
         return backend
@@ -201,10 +197,10 @@ def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
 
 
 def refuse_bound_device() -> None:
-    """Raise BalanceError where no gloo group can be made.
+    """Raise BalanceError where no gloo group can be made: with device_id, before torch 2.15.
 
-    Before torch 2.15 the ranks that are not in a new group split the NCCL communicator of a default group that is bound
-    to a device, for a gloo group too, of which no member does: they wait for each other without end.
+    There the ranks outside a new group split the NCCL communicator of a default group that is bound to a device, for a
+    gloo group too, of which no member does: they wait for each other without end.
     """
     waits = dist.is_initialized() and _torch_version() < (2, 15)
     if waits and dist.distributed_c10d._get_default_group().bound_device_id is not None:

@@ -1,8 +1,4 @@
-"""The settings of a balanced run, read once from its options.
-
-Options are Megatron's and the balance flags by name, as rules see them (`options/`): Megatron's arguments, or what
-`loop.py` finds in the model and the parallel state of a hand-written loop. An option that is missing is not given.
-"""
+"""The settings of a balanced run, read once from its options: Megatron's and the balance flags by name (`options/`)."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ class Settings:
     """What this package needs to know of a run; equal on all ranks, but for the last three.
 
     Fields that are named as a balance flag have its value. `eval_limits` is None where evaluation is Megatron's own;
-    `policy` names the flags that chose the plans, for people; `few_shapes` is that of `pack_microbatch`; ranks may name
-    `record` differently.
+    `policy` names the flags that chose the plans, for people; `few_shapes` is that of `pack_microbatch`.
     """
 
     topology: Topology

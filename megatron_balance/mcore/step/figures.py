@@ -1,17 +1,9 @@
 """The figures of a balanced step by name, their means over steps, the log line made of them, and alarms.
 
-Of one step: `planned_imbalance`, slowest over mean as planned, by the objective; `measured_imbalance` and
-`busiest_rank_seconds`, as measured among the data-parallel ranks of one pipeline stage and context-parallel rank
-(`timing.py` says what is in them); `over_bound`, planned cost over its lower bound; `unavoidable_waiting`, part of the
-GPUs' time that no plan at these context-parallel sizes saves; `num_microbatches`; `oversized_samples`, longer than the
-cap; `padding_fraction`, padding, filler and dummies over all tokens that ran; `moved_fraction`, tokens that ran off the
-rank that loaded them; `plan_seconds`, `exchange_seconds` (splitting, gathering, moving and packing) and
-`exposed_seconds` (waiting for all that), of the rank that logs; `tokens_at_cp_N`, tokens that ran at context-parallel
-size N over all, and `mean_cp_size`, of the mean token, where micro-batches have sizes of their own; `fallback_plans`,
-made so far by training processes of all ranks because their planning process failed. The watch adds `num_shapes`,
-distinct lengths of this rank's micro-batches, and `peak_GiB`, allocated on the fullest device of its pipeline stage.
-
-Invariant: a figure that is not known is absent, and is left out of means.
+Seconds of plan, exchange and waiting are those of the rank that logs, measured ones those of the data-parallel ranks of
+one pipeline stage and context-parallel rank. `tokens_at_cp_N` are tokens that ran at context-parallel size N over all.
+The watch adds `exposed_seconds`, `num_shapes` and `peak_GiB`. A figure that is not known is absent, and left out of
+means.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The data of one step on one rank: the samples that it runs, packed into micro-batches.
 
 A *leaf* is one context-parallel rank of one data-parallel rank: `dp_rank * cp_size + cp_rank`. With dynamic context
-parallelism a sample is sent to every leaf that shares it: the s leaves that share a micro-batch of size s pack it
-identically, with sequences padded for s, and each computes its part. Leaves of one replica may run different numbers of
-micro-batches, and every rank of the replica knows those of all.
+parallelism the s leaves that share a micro-batch of size s pack it identically, with sequences padded for s.
 
-Ranks of its replica that load no data learn of the step by a text. Pipeline stages without an iterator get the starts
-of sequences alone: `cu_seqlens`, `cu_seqlens_padded` and
-`max_seqlen` are all that attention reads between the first stage and the last.
+Ranks that load no data learn of the step by a text. Pipeline stages without an iterator get the starts of sequences.
 """
 
 from __future__ import annotations

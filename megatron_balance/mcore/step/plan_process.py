@@ -1,12 +1,8 @@
-"""Plans in a process of its own, so that planning does not hold the interpreter's lock of the training process.
+"""Plans in a process of its own: a thread that plans would hold the interpreter's lock for up to 5 ms at a time.
 
-Every launch of a kernel from Python gives the lock up and takes it back. A thread that plans takes it in between and
-holds it for up to `sys.getswitchinterval()`, 5 ms. A thread that waits for a planning process holds no lock.
-
-Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that
-ends (`planner.build.serve`); signals that a scheduler or a terminal sends to all processes of a run do not end it
-before; a process that has failed ends no training: the rank warns, and makes this plan and all later ones itself,
-which are the same.
+Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that ends
+(`planner.build.serve`), and not by signals to all processes of a run; a process that has failed ends no training: the
+rank warns, and makes this plan and all later ones itself, which are the same.
 """
 
 from __future__ import annotations

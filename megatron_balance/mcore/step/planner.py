@@ -2,9 +2,7 @@
 
     items → samples → gather lengths → plan → compare → exchange → pack
 
-It happens on the CPU and over a process group of its own, so that a thread can do it for the next step while
-this one runs. Ranks meet three times: they gather lengths, compare their plans, and exchange samples. Ranks that
-exchanged samples by different plans would wait for one another without end.
+On the CPU and over a process group of its own, so that a thread can do it for the next step while this one runs.
 
 Invariants: what one rank cannot fetch or split is raised on every rank of the group, as is a plan that cannot be
 packed; the plan depends on gathered lengths and flags alone; no step is returned that another rank planned otherwise.

@@ -1,23 +1,15 @@
 """Makes a step's data as it begins or, in a thread, while the step before it runs; the replica's other ranks get it.
 
-The ranks that load data are the first of every tensor-parallel group, in every context-parallel rank and in those
-pipeline stages where the loop has an iterator: each makes steps with its own data-parallel group (`planner.py`). As the
-step begins, they pass it on to the other ranks of their model replica (`runtime/failure.py`).
-
-The thread pulls and makes the next step once the same iterator was passed twice in a row on every data-parallel rank: a
-loop that passes a new iterator each step is never read ahead. What was made is used if its items are the same objects
-as those that the step pulls. Otherwise, and if making it failed on any rank (its iterator has ended), the step is made
-as it begins.
-
-Invariants: the thread talks to the data-parallel ranks alone, and all else is of the training thread; every rank makes
-the same steps in the same order, one at a time; a step that Megatron runs again gets the same data; an item that was
-pulled ahead is returned by its own iterator, once; an error in the data of one rank is raised on every rank of its
-data-parallel group and its model replica.
+The thread pulls and makes the next step once the same iterator was passed twice in a row on every data-parallel rank.
+What was made is used if its items are the same objects as those that the step pulls. Otherwise, and if making it failed
+on any rank (its iterator has ended), the step is made as it begins.
 
 Megatron's rerun machine replays a step from the items that `RerunDataIterator` returned in it. Items are therefore
-pulled from the source that this iterator wraps, and returned through it when their step begins: replay and checkpoints
-see the same items as without pulling ahead. While the thread fetches, no other receives an item; an error of the loader
-is raised once, at its position among the items.
+pulled from the source that this iterator wraps, and returned through it when their step begins.
+
+Invariants: the thread talks to the data-parallel ranks alone; every rank makes the same steps in the same order, one at
+a time; an item that was pulled ahead is returned by its own iterator, once; an error in the data of one rank is raised
+on every rank of its data-parallel group and its model replica, once, at its position among the items.
 """
 
 from __future__ import annotations
@@ -120,10 +112,9 @@ class Sources:
 class StepThread:
     """The thread of a rank that makes steps while others run: one for all of its prefetchers, which share a group.
 
-    On a GPU it has the device of the thread that made it, and a stream of its own: a loader's `.cuda()` and copies back
-    to the host would otherwise go to device 0, and wait behind the kernels of the step that runs. It follows what was
-    on the other stream when the job was submitted. It is joined before the interpreter ends: a thread that still ran
-    would be killed inside native code.
+    On a GPU it has the device of the thread that made it, and a stream of its own, which follows what was on the other
+    when the job was submitted: a loader's `.cuda()` would else go to device 0, and copies to the host wait for the
+    step's kernels.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,8 @@
-"""The seconds of the passes of a step on one rank.
+"""The seconds of the passes of a step on one rank, between marks in its stream of work; the device never waits.
 
-A pass is timed between two marks in this rank's stream of work, without making the device wait, so its seconds include
-what it waits for:
-
-- in expert-parallel layers the all-to-all, and under FSDP or ZeRO-3 the parameters: the slowest rank of such a group
-  makes the others look as slow as itself, and measured ranks look more even than they are;
-- in tensor- and context-parallel layers the peers of the same micro-batch, which do the same work.
-
-They exclude waiting for pipeline neighbours, the gradient reduction and the optimizer. On a CPU (the shim) they are
-the thread's own CPU time, and include no waiting.
+They include what a pass waits for (all-to-all, parameters of FSDP, tensor- and context-parallel peers), so that ranks
+which meet in a micro-batch look more even than they are, and exclude pipeline neighbours, gradient reduction and
+optimizer.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters import kit
 from megatron_balance.adapters.kit import Adapter, Hook, even_parts, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_rows, moving_row
-from megatron_balance.runtime import gather_lengths
-from megatron_balance.samples import SampleSchema
+from megatron_balance.runtime.gather import gather_lengths
+from megatron_balance.samples.sample import SampleSchema
 
 COST = CostModel(linear=24576, quadratic=1)
 
