@@ -69,7 +69,7 @@ def main() -> int:
     _write_data(data)
     all_flags = _train("all_flags", script=RECORD_STEPS, data=data)
     share_a_core()
-    turns = _train("turns", script=RECORD_STEPS.with_name("policy_turns.py"), data=data)
+    turns = _train("turns", script=ROOT / "scripts" / "policy_turns.py", data=data)
     calibration = _fitted()
     costs, error = calibration.cost_model(), calibration.held_out_error or 0.0
     policies = _figures(turns, all_flags=all_flags, costs=costs)

@@ -38,7 +38,7 @@ TOGETHER = re.compile(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a worker whole groups of tests."""
+    """A worker gets whole files, folders whose tests share imports or servers, and all of a layout's stock run."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByPlace(LoadScopeScheduling):

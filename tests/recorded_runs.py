@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,13 @@ def run_info(topology: Topology | None = None, **changes: object) -> RunInfo:
         origin={"device": "a test", "clock": "a made-up clock", "versions": {"torch": "2"}},
     )
     return replace(info, **changes)
+
+
+def step_of(info: RunInfo, lengths: Sequence[int], **options: Any) -> StepRecord:
+    """The first step of a run, planned from these lengths."""
+    shared = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
+    schedule = build_data_schedule(lengths, objective=info.objective, **shared, **options)
+    return StepRecord.of_schedule(schedule, iteration=1)
 
 
 def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segments: int = 1) -> StepRecord:

@@ -25,9 +25,17 @@ from megatron_balance.record import read_record
 from megatron_balance.record.step import rows_of
 from megatron_balance.report import run_figures
 
-BATCH = ["--data", "samples", "--global-batch-size", "64", "--dp-size", "4", "--max-tokens-per-gpu", "8192"]
 SHAPE = ModelShape.preset("Qwen3-8B")
 FLOPS = CostModel.from_shape(SHAPE)
+
+
+def batch_of(size: int, dp_size: int, cap: int) -> list[str]:
+    """Flags of batches of samples."""
+    flags = f"--data samples --global-batch-size {size} --dp-size {dp_size} --max-tokens-per-gpu {cap}"
+    return flags.split()
+
+
+BATCH = batch_of(64, 4, 8192)
 
 
 def compare(*arguments: object) -> int:
@@ -68,7 +76,7 @@ def write_lengths(folder: Path, *lengths: int) -> Path:
 def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
     # Stock deals 6, 4 to rank 0 and 1, 1 to rank 1; evened out, both ranks have 6.
     file = write_lengths(tmp_path, 6, 1, 4, 1)
-    arguments = [file, "--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
+    arguments = [file, *batch_of(4, 2, 8)]
     policies = figures_of(tmp_path, *arguments)["policies"]
     assert list(policies) == ["stock", "packed", "balance-data"]
     stock, packed, balanced = policies.values()
@@ -83,19 +91,7 @@ def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
 
 def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> None:
     file = write_lengths(tmp_path, *[1024] * 4)
-    arguments = [
-        file,
-        "--data",
-        "samples",
-        "--global-batch-size",
-        4,
-        "--dp-size",
-        1,
-        "--max-tokens-per-gpu",
-        1024,
-        "--device",
-        "500,500",
-    ]
+    arguments = [file, *batch_of(4, 1, 1024), "--device", "500,500"]
     seconds = (FLOPS(1024) + FLOPS.per_microbatch) / 5e14
     # Two tensor-parallel ranks share the work. Four micro-batches and the bubble of three pass a fourth of the layers.
     for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, 7 * seconds / 4)):
@@ -108,7 +104,7 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
 
 def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file: Path) -> None:
     file = write_lengths(tmp_path, 1000, 1000)
-    arguments = [file, "--data", "samples", "--global-batch-size", 2, "--dp-size", 1, "--max-tokens-per-gpu", 2048]
+    arguments = [file, *batch_of(2, 1, 2048)]
     policies = figures_of(tmp_path, *arguments, "--cost", calibration_file)["policies"]
     assert policies["stock"]["seconds_per_step"] == pytest.approx(2 * 4e-3)
     assert policies["calibrated"]["seconds_per_step"] == pytest.approx(2e-3 + 2 * 2e-3)
@@ -116,25 +112,23 @@ def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file
     Calibration(costs=CostModel(linear=10**12, cp_exchange=4 * 10**12)).write(calibration_file)
     policies = figures_of(tmp_path, *arguments, "--cp-size", 2, "--cost", calibration_file)["policies"]
     assert policies["stock"]["seconds_per_step"] == pytest.approx(2 * (0.5e-3 + 2e-3))
-
-
-def test_seconds_of_a_calibration_on_stages_and_padding_of_tensor_parallelism(tmp_path: Path) -> None:
-    calibration = tmp_path / "calibration.json"
-    Calibration(costs=CostModel(per_microbatch=2 * 10**15, linear=10**12)).write(calibration)
-    file = write_lengths(tmp_path, *[1000] * 4)
-    arguments = [file, "--data", "samples", "--global-batch-size", 4, "--dp-size", 1, "--max-tokens-per-gpu", 1000]
-    policies = figures_of(tmp_path, *arguments, "--pp-size", 4, "--cost", calibration)["policies"]
     # Four micro-batches of 3 ms, and a bubble of three, pass a fourth of the model.
+    Calibration(costs=CostModel(per_microbatch=2 * 10**15, linear=10**12)).write(calibration_file)
+    arguments = [write_lengths(tmp_path, *[1000] * 4), *batch_of(4, 1, 1000)]
+    policies = figures_of(tmp_path, *arguments, "--pp-size", 4, "--cost", calibration_file)["policies"]
     assert policies["stock"]["seconds_per_step"] == pytest.approx(7 * 3e-3 / 4)
-    odd = write_lengths(tmp_path, *[1001] * 4)
-    policies = figures_of(tmp_path, odd, *arguments[1:-1], 1004, "--tp-size", 4)["policies"]
+
+
+def test_tensor_parallelism_pads(tmp_path: Path) -> None:
+    file = write_lengths(tmp_path, *[1001] * 4)
+    policies = figures_of(tmp_path, file, *batch_of(4, 1, 1004), "--tp-size", 4)["policies"]
     assert policies["balance-data"]["padding"] == pytest.approx(3 / 1004)  # of sequence parallelism
 
 
 def test_sparse_attention_of_stock_is_counted_by_its_own_packs(tmp_path: Path) -> None:
     """Without fused kernels every pack costs the square of its tokens: one sample for stock, a full pack else."""
     file = write_lengths(tmp_path, *[1000] * 8)
-    arguments = [file, "--data", "samples", "--global-batch-size", 8, "--dp-size", 1, "--max-tokens-per-gpu", 8000]
+    arguments = [file, *batch_of(8, 1, 8000)]
     policies = figures_of(tmp_path, *arguments, "--model", "DeepSeek-V3.2")["policies"]
     assert policies["packed"]["num_microbatches"] == 1
     assert policies["packed"]["speedup"] < 1  # eight times the attention of stock
@@ -167,10 +161,9 @@ def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file: Path, tmp_p
 def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_path: Path) -> None:
     """Fault: FLOPs under the name of seconds; and costs of two plans differed by the GPUs of a replica."""
     file = write_lengths(tmp_path, *[32768] * 512)
-    ranks = ["--data", "samples", "--global-batch-size", 512, "--dp-size", 2, "--cp-size", 4, "--model", "Qwen3-8B"]
+    arguments = [file, *batch_of(512, 2, 32768), "--cp-size", 4, "--model", "Qwen3-8B", "--steps", 1]
     for name in ("balance-data", "dynamic-cp"):
-        arguments = [*ranks, "--max-tokens-per-gpu", 32768, "--steps", 1, "--policy", name]
-        content = figures_of(tmp_path, file, *arguments)
+        content = figures_of(tmp_path, *arguments, "--policy", name)
         for figures in content["policies"].values():
             assert figures["seconds_per_step"] is None is figures["tokens_per_second_per_gpu"]
     costs = {name: figures["cost_per_gpu"] for name, figures in content["policies"].items()}
@@ -251,7 +244,7 @@ def test_the_first_line_is_stock_and_more_steps_are_noted(tmp_path: Path, capsys
 
 
 def test_lengths_that_surprise_are_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batch = ["--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 8]
+    batch = batch_of(4, 2, 8)
     for lengths, is_doubted in (([2, 2, 2, 2], True), ([0, 3, 1, 2], True), ([100, 20, 30, 7], False)):
         assert compare(write_lengths(tmp_path, *lengths), *batch) == 0
         assert ("if that surprises you" in capsys.readouterr().out) == is_doubted
@@ -262,7 +255,7 @@ def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(
 ) -> None:
     """Fault: plan over bound 1.000, while most GPUs waited."""
     file = write_lengths(tmp_path, 60_000, *[500] * 31)
-    batch = ["--data", "samples", "--global-batch-size", 32, "--dp-size", 8, "--max-tokens-per-gpu", 65_536]
+    batch = batch_of(32, 8, 65_536)
     content = figures_of(tmp_path, file, *batch, "--model", "Qwen3-8B")
     by_flops = content["policies"]["by-flops"]
     assert by_flops["over_bound"] == pytest.approx(0, abs=1e-3)
@@ -271,8 +264,8 @@ def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(
     said = rf"GPUs wait {by_flops['unavoidable_waiting']:.0%} of the time or more, whatever the plan"
     assert said in capsys.readouterr().out
     # By 3 % only: the bandwidth is assumed, so it is not advised.
-    batch[3], batch[-1] = 256, 16_384
-    content = figures_of(tmp_path, write_lengths(tmp_path, 8_700, *[300] * 255), *batch, "--model", "Qwen3-8B")
+    file = write_lengths(tmp_path, 8_700, *[300] * 255)
+    content = figures_of(tmp_path, file, *batch_of(256, 8, 16_384), "--model", "Qwen3-8B")
     gain = content["policies"]["dynamic-cp"]["speedup"] / content["policies"]["by-flops"]["speedup"]
     assert 1.01 < gain < 1.05
     assert content["advice"]["policy"] == "by-flops"
@@ -317,7 +310,7 @@ def test_the_imbalance_is_that_of_the_ranks_objective(
 
 def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_lengths(tmp_path, 10, 10, 150, 10, 10, 10, 10, 10)
-    arguments = [file, "--data", "samples", "--global-batch-size", 4, "--dp-size", 2, "--max-tokens-per-gpu", 100]
+    arguments = [file, *batch_of(4, 2, 100)]
     arguments += ["--policy", "balance-data"]
     assert figures_of(tmp_path, *arguments)["policies"]["balance-data"]["cap_headroom"] == pytest.approx(-0.5)
     # Fault: the page said another headroom of the same plan.
@@ -326,41 +319,27 @@ def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pyt
     assert row is not None
     assert re.findall(r"<td>(.*?)</td>", row[1])[-1] == "-50.0%"
     printed = capsys.readouterr().out
-    assert (
-        "1 of 8 samples are longer than the cap of 100 tokens and run alone above it, the longest with 150" in printed
-    )
+    above = "{} of 8 samples are longer than the cap of {} tokens and run alone above it, the longest with {}"
+    assert above.format(1, 100, 150) in printed
     assert "--max-tokens-per-gpu 150 holds it" in printed
     # Fault: under dynamic sizes those that one rank cannot hold were said to run above the cap.
     file = write_lengths(tmp_path, *[30, 30, 30, 900] * 2)
     assert compare(file, *arguments[1:-2], "--policy", "dynamic-cp", "--model", "Qwen3-8B") == 0
     printed = capsys.readouterr().out
-    assert (
-        "2 of 8 samples are longer than the cap of 200 tokens and run alone above it, the longest with 900" in printed
-    )
+    assert above.format(2, 200, 900) in printed
     assert "--max-tokens-per-gpu 450 holds it, if memory does; else cut them at 200" in printed
 
 
 def test_equal_lengths_need_no_flag(tmp_path: Path) -> None:
     """Fault: a gain of 1 % was enough to advise another order of the data."""
-    arguments = [write_lengths(tmp_path, *[4096] * 64), "--data", "samples", "--global-batch-size", 32, "--dp-size", 4]
-    advice = figures_of(tmp_path, *arguments, "--max-tokens-per-gpu", 4096, "--model", "Qwen3-8B")["advice"]
+    file = write_lengths(tmp_path, *[4096] * 64)
+    advice = figures_of(tmp_path, file, *batch_of(32, 4, 4096), "--model", "Qwen3-8B")["advice"]
     assert (advice["policy"], advice["flags"], advice["speedup"]) == ("stock", "", 1.0)
 
 
 def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_path: Path) -> None:
-    sizes = [
-        "--data",
-        "samples",
-        "--global-batch-size",
-        64,
-        "--dp-size",
-        4,
-        "--cp-size",
-        2,
-        "--max-tokens-per-gpu",
-        4096,
-    ]
-    policies = figures_of(tmp_path, lengths_file, *sizes, "--model", "Qwen3-8B", "--device", "400,400")["policies"]
+    arguments = [*batch_of(64, 4, 4096), "--cp-size", 2, "--model", "Qwen3-8B", "--device", "400,400"]
+    policies = figures_of(tmp_path, lengths_file, *arguments)["policies"]
     # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
     nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2
     model = replace(FLOPS, cp_exchange=round(nbytes * 400e12 / 450e9))
@@ -385,8 +364,8 @@ def test_advice_is_true(lengths: list[int], ranks: tuple[int, int], model: list[
     """Not slower than stock, within 1 % of the best at one size; the speed is that of the printed flags."""
     with tempfile.TemporaryDirectory() as folder:
         file = write_lengths(Path(folder), *lengths)
-        batch = ["--data", "samples", "--global-batch-size", len(lengths), "--dp-size", ranks[0], "--cp-size", ranks[1]]
-        content = figures_of(Path(folder), file, *batch, "--max-tokens-per-gpu", 2048, *model)
+        batch = batch_of(len(lengths), ranks[0], 2048)
+        content = figures_of(Path(folder), file, *batch, "--cp-size", ranks[1], *model)
     policies, advice = content["policies"], content["advice"]
     chosen = policies[advice["policy"]]
     assert (advice["flags"], advice["speedup"]) == (chosen["flags"], pytest.approx(chosen["speedup"]))

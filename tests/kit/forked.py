@@ -1,10 +1,8 @@
 """Starts training runs whose ranks are forks of one process that has imported torch and Megatron already.
 
-A rank spends most of its time on imports, and a run of eight steps of a tiny model hardly any. So one process imports
-once and forks every rank of every run. A rank is then a process of its own, as under torchrun: it reads its flags and
-its environment, joins gloo, runs the `main` of a module of tests/kit and ends. A program that has called `import_once`
-forks its ranks itself (`train_forked`); tests ask a server, which lives as long as they do (`train`, `call`,
-`gloo_ranks.run_ranks`).
+Imports are most of a rank's time. A rank is a process of its own, as under torchrun: it reads its flags and its
+environment, joins gloo, runs the `main` of a module and ends. A program that has called `import_once` forks its ranks
+itself (`train_forked`); tests ask a server, which lives as long as they do (`train`, `call`, `gloo_ranks.run_ranks`).
 
 Invariants: the process that forks starts no thread, so that a fork lacks nothing; every fork has ended when a run
 returns.

@@ -50,10 +50,5 @@ def run_here(folder: str, num_ranks: int, case: str, imports: Sequence[str]) -> 
         dist.barrier()  # another rank may read from this one until its end
 
     run_forked(
-        main,
-        folder=Path(folder),
-        num_ranks=num_ranks,
-        timeout_seconds=CASE_SECONDS,
-        arguments=[name],
-        grace_seconds=10,
+        main, folder=Path(folder), num_ranks=num_ranks, timeout_seconds=CASE_SECONDS, arguments=[name], grace_seconds=10
     )

@@ -2,12 +2,10 @@
 
     torchrun --nproc-per-node 2 -m megatron_balance.launch tests/kit/pretrain_sft.py ARGS
 
-The Megatron wheel has the training loop but no script: this is one, for text models, of every layout from 0.19 on, and
-on data-parallel ranks of 0.17 and 0.18. The functions' parameters, not a version, decide how they are called.
-Data is jsonl files (`--data-path FILE …`, or `--train-data-path`, `--valid-data-path` and `--test-data-path`; under
-`--multiple-validation-sets` each valid file is a set) or, without any, the built-in corpus of byte-level tokens
-(`--tokenizer-type NullTokenizer --vocab-size 257`). It has no code for balancing: balance flags work as in any
-script.
+The Megatron wheel has the training loop but no script. The functions' parameters, not a version, decide how they are
+called: every layout from 0.19 on, data-parallel ranks of 0.17 and 0.18. Data is jsonl files (`--data-path FILE …`, or
+one flag a split) or, without any, the built-in corpus (`--tokenizer-type NullTokenizer --vocab-size 257`). Nothing
+here is about balancing.
 """
 
 # Megatron types its getters Optional; before training they are not.

@@ -2,11 +2,8 @@
 
     torchrun … tests/kit/cpu_shim.py tests/kit/record_steps.py RECORD_DIR ARGS
 
-Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds and CPU seconds of Megatron's train_step, loss
-and gradient norm in full precision, the number of micro-batches and, where the step was balanced, the
-lengths and the schedule.
-
-TRAINING_SCRIPT=FILE in the environment names a script of somebody else that trains in place of pretrain_sft, as it is.
+Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds, loss and gradient norm in full precision, and the plan
+of a balanced step. TRAINING_SCRIPT=FILE in the environment names a script that trains in place of pretrain_sft.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A data set of supervised fine-tuning for Megatron's data loader, one packed (thd) sequence a sample.
 
 A sample is a row of tokens of which only the response is learned, from a jsonl file or from a corpus that needs no
-download: the top-level functions and classes of Python's standard library, signature and docstring the prompt, the rest
-the response. These are about 6,000, their lengths as uneven as those of an SFT set (median about 400 bytes, 99th
-percentile about 18 kB); they depend on the version of Python.
+download: the some 6,000 top-level functions and classes of Python's standard library, signature and docstring the
+prompt, the rest the response (median about 400 bytes, 99th percentile about 18 kB).
 
-Invariants: a sample and its order depend on the data, the seed and the index alone, so every rank sees the same data
-set; labels are tokens shifted by one. Longer samples are cut at `--seq-length`, and dropped without a learned token.
+Invariants: a sample and its order depend on the data, the seed and the index alone; labels are tokens shifted by one.
+Longer samples are cut at `--seq-length`, and dropped without a learned token.
 """
 
 from __future__ import annotations

@@ -152,14 +152,12 @@ def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
 
 def amax_reduction(watch: Watch) -> None:
     """Reduce a number over Megatron's group of amaxes in every forward and backward, as `delayed` FP8 layers do."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     stock = TransformerBlock.forward
 
     def reduce(_: object = None) -> None:
-        dist.all_reduce(torch.zeros(1), group=parallel_state.get_amax_reduction_group(with_context_parallel=True))
+        torch.distributed.all_reduce(torch.zeros(1), group=mpu.get_amax_reduction_group(with_context_parallel=True))
 
     def forward(block: TransformerBlock, *positional: Any, **keywords: Any) -> Tensor:
         output = stock(block, *positional, **keywords)
@@ -206,10 +204,7 @@ def data_at_the_ends(watch: Watch) -> None:
 
     @functools.wraps(stock)
     def datasets_provider(*positional: Any, **keywords: Any) -> tuple[Any, ...]:
-        from megatron.core import parallel_state
-
-        last = parallel_state.get_pipeline_model_parallel_world_size() - 1
-        at_an_end = parallel_state.get_pipeline_model_parallel_rank() in (0, last)
+        at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
         return stock(*positional, **keywords) if at_an_end else (None, None, None)
 
     pretrain_sft.datasets_provider = datasets_provider

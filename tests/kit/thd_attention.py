@@ -1,12 +1,8 @@
 """Packed (thd) attention for Megatron's local layers, where Transformer Engine is not installed, as on a CPU.
 
-Megatron's own `DotProductAttention` refuses packed sequences. `ThdAttention` takes its place, with torch's
-scaled_dot_product_attention, one sequence after the other. Use it with
-
-    --transformer-impl local --spec thd_attention thd_block_spec
-
-Shapes: t tokens of the micro-batch on this context-parallel rank, n attention heads and g query groups
-of this tensor-parallel rank, d channels a head.
+Megatron's own `DotProductAttention` refuses packed sequences. `ThdAttention` takes its place, by torch's
+scaled_dot_product_attention of each sequence: `--transformer-impl local --spec thd_attention thd_block_spec`. Shapes: t
+tokens of this context-parallel rank, n heads and g query groups of this tensor-parallel rank, d channels a head.
 """
 
 from __future__ import annotations

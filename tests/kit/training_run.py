@@ -1,13 +1,10 @@
-"""One recorded training run on this machine, under torchrun, and how far two runs may differ.
-
-For the quickstart, the tests and the benchmarks. Allowances follow from the number format, so that they hold on every
-processor and torch:
+"""One recorded training run on this machine, under torchrun, and how far two runs may differ, by the number format:
 
 - fp32: loss and gradient norm are sums that another order moves by a few units in the last place (ulp, 2**-23); ULPS
   of them are allowed. An error of 1e-5, relative, is five times as large.
 - bf16 and fp16: a token's loss is rounded to half an ulp (2**-8 and 2**-11), independently of other tokens', and the
-  loss is a mean over some 4096 of them: half an ulp / sqrt(4096). The gradient norm is a root of few large sums, whose
-  roundings do not average out as well: a quarter of an ulp.
+  loss is a mean over some 4096 of them: half an ulp / sqrt(4096). The gradient norm, a root of few large sums, gets a
+  quarter of an ulp.
 """
 
 from __future__ import annotations

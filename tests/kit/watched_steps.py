@@ -1,14 +1,9 @@
 """Trains with pretrain_sft, watched from outside: the main program of each rank of the tests' training runs.
 
-The first argument is the folder of the run; each rank writes rankN.jsonl there, a line an event, at once:
-
-- `step`: loss and gradient norm in full precision, and the micro-batches that the forward step read, each with its
-  tokens and the samples in it, known by their first token; Megatron's settings of shape before and after the step.
-- `evaluation`: the losses that Megatron's `evaluate` returned, and its micro-batches.
-- `counted`: the tokens and squared lengths that Megatron counts for its FLOP/s.
-- `logged`: the numbers of a step that reach the TensorBoard writer, on the last rank.
-- `end`, or `error` with its text. All lines hold how often each data loader was asked for an item, and the shapes
-  that pipeline stages sent, so far.
+The first argument is the folder of the run; each rank writes rankN.jsonl there, a line an event, at once: `step` (its
+numbers, and the micro-batches that the forward step read, samples known by their first token), `evaluation`, `counted`
+(for FLOP/s), `logged` (what reaches the TensorBoard writer), and `end` or `error`. All lines hold how often each data
+loader was asked for an item, and the shapes that pipeline stages sent, so far.
 
 Only Megatron's functions and the script's are wrapped: none of the package. TRAINING_STAND_INS in the environment
 lists functions, as `[["MODULE:NAME", KEYWORDS], ...]`, that are called before training, on some ranks where KEYWORDS

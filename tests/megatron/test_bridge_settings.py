@@ -26,11 +26,7 @@ def test_a_bridge_that_cannot_be_hooked_is_named(
     modules: dict[str, Any] = (
         {"": None}
         if version is None
-        else {
-            "": {},
-            ".training": {},
-            ".training.train": {"train_step": lambda data_iterator, model, schedule: None},
-        }
+        else {"": {}, ".training": {}, ".training.train": {"train_step": lambda data_iterator, model, schedule: None}}
     )
     for name, held in modules.items():
         module = None if held is None else types.ModuleType(f"megatron.bridge{name}")

@@ -129,24 +129,6 @@ def test_waiting_ranks_may_do_the_shared_work_of_another_expert_group():
     assert plan([0, 0, 5, 13, 15, 15, 16], cost_model=model, topology=topology, limits=Limits(64)).predicted_cost == 575
 
 
-# The makespan of a pipeline, judged as an assignment of one sample a slot. -------------------------------------------
-
-
-def pipeline_time(costs, *, pp_size, vpp_size=1):
-    group = pp_size if vpp_size > 1 else 1
-    topology = Topology(1, pp_size=pp_size, vpp_size=vpp_size, microbatch_multiple=group)
-    options = {"cost_model": TOKENS, "topology": topology, "limits": Limits(2**30), "objective": "pipeline"}
-    return figures_of_ranks([[[slot] for slot in range(len(costs))]], costs, **options).predicted_cost
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(2, 6), st.integers(1, 3))
-def test_the_time_of_a_pipeline_is_that_of_one_forward_one_backward(costs, pp_size, vpp_size):
-    costs = costs * pp_size  # whole groups
-    expected = makespan(costs, stages=pp_size, chunks=vpp_size, group=pp_size)
-    assert pipeline_time(costs, pp_size=pp_size, vpp_size=vpp_size) == expected
-
-
 @pytest.mark.parametrize(
     ("count", "dp_size", "pp_size", "vpp_size"), [(15, 8, 4, 1), (63, 8, 4, 2), (63, 4, 8, 2), (7, 4, 8, 1)]
 )

@@ -260,14 +260,7 @@ def received(shape: ModelShape) -> int:
 def test_grouped_queries_send_their_groups_only() -> None:
     shape = ModelShape.preset("Qwen3-8B")  # 36 layers, 8 groups of 128
     assert received(shape) == 3 * 36 * 2 * 8 * 128 * 2
-
-
-def test_latent_attention_sends_uncompressed_heads() -> None:
-    shape = ModelShape.preset("DeepSeek-V3")
-    layers = len(shape.layers())
-    assert received(shape) == 3 * layers * 128 * (128 + 64 + 128) * 2
-
-
-def test_what_has_no_exchange_is_refused() -> None:
+    latent = ModelShape.preset("DeepSeek-V3")  # uncompressed heads
+    assert received(latent) == 3 * len(latent.layers()) * 128 * (128 + 64 + 128) * 2
     with pytest.raises(BalanceError, match="gated_delta_net"):
         received(ModelShape.preset("Qwen3-Next-80B-A3B"))

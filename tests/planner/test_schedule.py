@@ -61,10 +61,7 @@ def test_wrong_lengths_are_named(lengths, message):
         ),
         ({"topology": Topology(6, ep_size=4)}, "ep_size is 4: .* do not divide dp_size 6"),
         (
-            {
-                "cost_model": CostModel(linear=1, per_microbatch=2**60),
-                "topology": Topology(2, microbatch_multiple=64),
-            },
+            {"cost_model": CostModel(linear=1, per_microbatch=2**60), "topology": Topology(2, microbatch_multiple=64)},
             "CostModel.per_microbatch is .* with 128 micro-batches",
         ),
     ],

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_runs import planned_step, run_info, write_record
+from recorded_runs import planned_step, run_info, step_of, write_record
 
-from megatron_balance import CostModel, Topology, build_data_schedule
+from megatron_balance import CostModel, Topology
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord, read_record
 from megatron_balance.record.writing import MAX_WAITING
 from megatron_balance.report.figures import time_scale
@@ -59,23 +59,32 @@ def test_what_was_written_reads_back(tmp_path: Path, info: RunInfo) -> None:
 
 def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
     info = run_info(cost_model=CostModel(linear=1, image_linear=5, image_quadratic=1))
-    given = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
-    schedule = build_data_schedule([100, 200, 300, 400], image_patches=[[], [16], [4, 64], [1]], **given)
-    writer = RecordWriter(tmp_path, rank=0, info=info)
-    writer.add_step(StepRecord.of_schedule(schedule, iteration=1))
+    written = step_of(info, [100, 200, 300, 400], image_patches=[[], [16], [4, 64], [1]])
+    RecordWriter(tmp_path, rank=0, info=info).add_step(written)
     (step,) = read_record(tmp_path).steps
-    np.testing.assert_array_equal(step.costs, schedule.cost_grid)
+    np.testing.assert_array_equal(step.costs, written.costs)
     assert step.costs.sum() == 1000 + 5 * 85 + 16**2 + 4**2 + 64**2 + 1
 
 
-def test_stock_runs_every_sample_at_the_static_size() -> None:
-    # A sample of 4 tokens waits for what its two ranks exchange, one of 200 hides it; on one rank nothing is exchanged.
-    model, topology = CostModel(linear=10, quadratic=1, cp_exchange=100), Topology(2, cp_size=2, dynamic_cp=True)
-    info = run_info(topology, cost_model=model)
-    given = {"cost_model": model, "topology": topology, "limits": info.limits}
-    schedule = build_data_schedule([4, 200], home_ranks=[0, 1], **given)
-    stock = StepRecord.of_schedule(schedule, iteration=1).stock()
-    assert stock.costs.tolist() == [[10 * 4 + 100 * 4], [10 * 200 + 200**2]]
+@pytest.mark.parametrize(
+    ("dp_size", "model", "lengths", "costs"),
+    [
+        # A sample of 4 tokens waits for what its two ranks exchange, one of 200 hides it.
+        (2, CostModel(linear=10, quadratic=1, cp_exchange=100), [4, 200], [[10 * 4 + 100 * 4], [10 * 200 + 200**2]]),
+        # Two leaves share a sample, and pay a micro-batch's fixed cost each.
+        (
+            1,
+            CostModel(linear=8, quadratic=2, per_microbatch=6),
+            [8, 12],
+            [[8 * 8 + 2 * 64 + 12, 8 * 12 + 2 * 144 + 12]],
+        ),
+    ],
+)
+def test_stock_runs_every_sample_at_the_static_size(
+    dp_size: int, model: CostModel, lengths: list[int], costs: list[list[int]]
+) -> None:
+    info = run_info(Topology(dp_size, cp_size=2, dynamic_cp=True), cost_model=model)
+    assert step_of(info, lengths, home_ranks=[0, dp_size - 1]).stock().costs.tolist() == costs
 
 
 def test_a_stage_takes_its_part_of_the_seconds(tmp_path: Path) -> None:
@@ -162,15 +171,3 @@ def test_what_other_ranks_recorded_before_a_resume_is_not_read(tmp_path: Path) -
     assert record.info == two
     assert [step.iteration for step in record.steps] == [4, 5, 6, 7]
     assert [step.seconds[0, 0] for step in record.steps] == [4, 4, 6, 6]
-
-
-def test_stock_beside_sizes_of_their_own_costs_what_its_replica_shares() -> None:
-    """By hand: two leaves share a sample of 10 tokens, and pay a micro-batch's fixed cost each."""
-    info = run_info(
-        Topology(1, cp_size=2, dynamic_cp=True), cost_model=CostModel(linear=8, quadratic=2, per_microbatch=6)
-    )
-    schedule = build_data_schedule(
-        [8, 12], cost_model=info.cost_model, topology=info.topology, limits=info.limits, home_ranks=[0, 0]
-    )
-    stock = StepRecord.of_schedule(schedule, iteration=1).stock()
-    assert stock.costs.tolist() == [[8 * 8 + 2 * 64 + 2 * 6, 8 * 12 + 2 * 144 + 2 * 6]]

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_runs import COST_MODEL, run_info, write_record
+from recorded_runs import COST_MODEL, run_info, step_of, write_record
 
-from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.cli import main
-from megatron_balance.record import RecordWriter, RunRecord, StepRecord
+from megatron_balance.record import RecordWriter, RunRecord
 from megatron_balance.report import run_figures
 
 pytest.importorskip("plotly")
@@ -62,8 +62,7 @@ def test_lengths_that_are_equal_make_up_their_part_of_the_cost(tmp_path: Path) -
     """Fault: half of the sequences as long as the longest, the usual case of cut data, "make up half of the cost"."""
     info = run_info(Topology(2), cost_model=CostModel(linear=1))
     lengths = [100, 300] * 6  # the long ones make up 3/4 of the cost: 4 of 12 sequences make up half of it
-    schedule = build_data_schedule(lengths, cost_model=info.cost_model, topology=info.topology, limits=info.limits)
-    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(StepRecord.of_schedule(schedule, iteration=1))
+    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(step_of(info, lengths))
     page, _ = report(tmp_path, tmp_path / "record")
     assert "The longest 33.3% of them make up half of the cost." in page
 
@@ -71,10 +70,7 @@ def test_lengths_that_are_equal_make_up_their_part_of_the_cost(tmp_path: Path) -
 def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
     """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
     info = run_info(cost_model=CostModel(linear=1))
-    schedule = build_data_schedule(
-        [900, 100, 100, 100], cost_model=info.cost_model, topology=info.topology, limits=info.limits
-    )
-    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(StepRecord.of_schedule(schedule, iteration=1))
+    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(step_of(info, [900, 100, 100, 100]))
     page, _ = report(tmp_path, tmp_path / "record")
     assert row_of(page, "waiting that no plan at these sizes removes") == ["66.7%", "66.7%"]
     assert row_of(page, "above the lower bound, mean")[1] == "+0.00%"
@@ -83,13 +79,9 @@ def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
 
 def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path: Path) -> None:
     """1e18 units of cost are a second of the whole model, of which each of two stages takes half."""
-    info = run_info(
-        Topology(1, pp_size=2), cost_model=CostModel(linear=10**15), cost_name="seconds", objective="pipeline"
-    )
-    schedule = build_data_schedule(
-        [1000], cost_model=info.cost_model, topology=info.topology, limits=info.limits, objective="pipeline"
-    )
-    figures = run_figures(RunRecord(info, (StepRecord.of_schedule(schedule, iteration=1),)))
+    cost = {"cost_model": CostModel(linear=10**15), "cost_name": "seconds", "objective": "pipeline"}
+    info = run_info(Topology(1, pp_size=2), **cost)
+    figures = run_figures(RunRecord(info, (step_of(info, [1000]),)))
     (timeline,) = [figures.planned.timeline(0)]
     np.testing.assert_allclose(timeline.durations, 0.5)
     assert figures.planned.times[0] == pytest.approx(1.0)  # a micro-batch passes both stages
@@ -99,11 +91,9 @@ def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path: Path) -> N
     """CP 2: what two ranks receive of one another counts as far as attention does not hide it: of the short sample."""
     cost_model = CostModel(linear=1000, quadratic=1, cp_exchange=1000)
     info = run_info(Topology(1, cp_size=2, dynamic_cp=True), cost_model=cost_model, limits=Limits(4096))
-    given = {"cost_model": cost_model, "topology": info.topology, "limits": info.limits}
-    step = StepRecord.of_schedule(build_data_schedule([4000, 200], home_ranks=[0, 0], **given), iteration=1)
-    stock = step.stock()
+    step = step_of(info, [4000, 200], home_ranks=[0, 0])
     long, short = 1000 * 4000 + 4000**2, 1000 * 200 + 1000 * 200
-    assert stock.costs.tolist() == [[long, short]]
+    assert step.stock().costs.tolist() == [[long, short]]
     (one,) = run_figures(RunRecord(info, (step,))).policies["stock"].times.tolist()
     assert one == pytest.approx((long + short) / 2)
 

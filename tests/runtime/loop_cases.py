@@ -150,16 +150,11 @@ def steps_of_loop(
 ) -> tuple[list[Any], int, list[str]]:
     """What this rank ran in every step, the error that ended it if one did, items pulled from `a`, threads that pulled.
 
-    Samples stay on the rank that loads them, so that a step runs the items that its rank pulled. A stage that loads
-    no data tells the lengths of its sequences.
-
-    Args:
-        loops: of every rank, a letter a step, the iterator that it comes with: `a` and `b` go on for ever, `e` ends
-            after four items, `f` and `x` fail in place of their fifth and second, `m` has a third item that cannot be
-            split, `n` is a new one with the next items of `a`, `r` has Megatron run the last step again, and `-` is a
-            rank without one.
-        layout: of LAYOUTS.
-        flags: of balancing.
+    Samples stay on the rank that loads them, so that a step runs the items that its rank pulled; a stage that loads
+    no data tells the lengths of its sequences. `loops` has for every rank a letter a step, the iterator that it comes
+    with: `a` and `b` go on for ever, `e` ends after four items, `f` and `x` fail in place of their fifth and second,
+    `m` has a third item that cannot be split, `n` is a new one with the next items of `a`, `r` has Megatron run the
+    last step again, and `-` is a rank without one.
     """
     step_of = balanced(layout, flags=("--no-balance-data", "--no-balance-by-flops", *(flags or [])))
     first = 1000 * parallel_state.get_data_parallel_rank()

@@ -118,9 +118,7 @@ FAULTS = {
     ),
     "a-wrong-token": Fault(data("negative"), r"rank 1 cannot go on: item \d of this step: Row 0: tokens holds -7"),
     "a-rank-has-no-flags": Fault(
-        flags(1, instead_of=BY_FLOPS),
-        r"balancing is on on rank 0 and off \(no balance flag\) on rank 1",
-        slow=False,
+        flags(1, instead_of=BY_FLOPS), r"balancing is on on rank 0 and off \(no balance flag\) on rank 1", slow=False
     ),
     "too-few-open-files": Fault(
         (("stand_ins:few_files", {"ranks": [1]}),), r"may open 80 files, and the sockets of this run need \d+: start it"
@@ -201,11 +199,7 @@ def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "stand_ins"),
-    [
-        ("--exit-interval 2", ()),
-        ("--exit-signal-handler", struck(1, number=signal.SIGTERM)),
-    ],
+    ("flags", "stand_ins"), [("--exit-interval 2", ()), ("--exit-signal-handler", struck(1, number=signal.SIGTERM))]
 )
 def test_ends_that_megatron_knows_are_no_fault(train: KeptRuns, flags: str, stand_ins: StandIns) -> None:
     ended = train(f"{ROWS[0].stock} {BY_FLOPS} {flags}", stand_ins=stand_ins)

@@ -69,13 +69,7 @@ def qwen3_4b(**changed: Any) -> SimpleNamespace:
     batches = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216, "micro_batch_size": 1}
     batches |= {"balance_data": True, "balance_by_flops": True, "global_batch_size": 128}
     sizes = {"hidden_size": 2560, "num_layers": 36, "num_attention_heads": 32, "group_query_attention": True}
-    sizes |= {
-        "num_query_groups": 8,
-        "kv_channels": 128,
-        "ffn_hidden_size": 9728,
-        "swiglu": True,
-        "num_experts": None,
-    }
+    sizes |= {"num_query_groups": 8, "kv_channels": 128, "ffn_hidden_size": 9728, "swiglu": True, "num_experts": None}
     sizes |= dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
     return SimpleNamespace(**{**batches, **sizes, "vocab_size": 151936, "padded_vocab_size": 151936, **changed})
 

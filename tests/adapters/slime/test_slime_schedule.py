@@ -122,10 +122,7 @@ def test_slimes_own_example() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "cap", "dp_size", "samples", "num_microbatches"),
-    [
-        ([0] * 16, 9216, 4, [4] * 4, 1),
-        ([4096] * 72, 32768, 8, [9] * 8, 2),
-    ],
+    [([0] * 16, 9216, 4, [4] * 4, 1), ([4096] * 72, 32768, 8, [9] * 8, 2)],
     ids=["no tokens", "slime: 12, 12, 8, 8, …"],
 )
 def test_samples_of_each_rank(

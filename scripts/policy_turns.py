@@ -1,6 +1,6 @@
 """Trains with pretrain_sft, each step under the policy whose turn it is, and records every step: for the quickstart.
 
-    torchrun … tests/kit/cpu_shim.py tests/kit/policy_turns.py RECORD_DIR ARGS
+    torchrun … tests/kit/cpu_shim.py scripts/policy_turns.py RECORD_DIR ARGS
 
 ARGS turn `--balance-context-parallel` on, at a context-parallel size of 1. One process group runs all policies, so a
 rank or a while that is slower is so for each of them. Plans of one size are run by the executor of dynamic sizes.
