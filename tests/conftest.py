@@ -1,8 +1,5 @@
 """Settings of all tests: examples repeat and are not timed; what needs other packages runs where they are.
 
-Under pytest-xdist a file stays on one worker, and so do folders whose tests share imports or servers, and the tests
-of a layout, named in brackets in their ids, which share its stock run.
-
 Adapters with a requirements.txt are tested in environments of their own (scripts/check adapters). This file is not in
 tests/adapters: pytest would put that folder on the path, and its folders bear the names of packages.
 """

@@ -1,9 +1,7 @@
 """Lets the real Megatron training loop run on a machine without a GPU; for trying things out and for tests.
 
-    torchrun --nproc-per-node 2 tests/kit/cpu_shim.py SCRIPT ARGS
-
-is `python -m megatron_balance.launch` there. `cuda` means the CPU, process-wide, from before Megatron is imported. It
-changes no number: kernels are torch's own CPU kernels, collectives go through gloo.
+`torchrun --nproc-per-node 2 tests/kit/cpu_shim.py SCRIPT ARGS` is `python -m megatron_balance.launch` there. `cuda`
+means the CPU, process-wide, from before Megatron is imported. It changes no number.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The model families of 2026 on a CPU: Megatron's own layers, with stand-ins for kernels that need a GPU alone.
 
-    --spec families layers            gated delta net, sparse attention, attention with sinks, experts
-    --spec families hybrid_stack      Mamba hybrids (`--hybrid-layer-pattern`)
-
-A stand-in computes what the kernel documents, one sequence after the other, so that whatever leaks from one sequence to
-the next shows in the loss. `kernels` installs all of them in a rank, before it trains (watched_steps.py).
+`--spec families layers` has gated delta nets, sparse attention, attention with sinks and experts; `--spec families
+hybrid_stack` Mamba hybrids. A stand-in computes what the kernel documents, one sequence after the other, so that
+whatever leaks from one to the next shows in the loss. `kernels` installs all of them in a rank, before it trains.
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ def expert_shares(schedule):
 def execute(schedule, *, all_meet):
     """Runs every leaf's slots in order: a group starts when all its leaves have come to it. Returns the time.
 
-    Args:
-        schedule: the plan, of which only `ranks` and `cp_sizes` are read.
-        all_meet: all leaves meet before every slot.
+    `ranks` and `cp_sizes` alone are read of the plan; `all_meet`: all leaves meet before every slot.
     """
     ranks, sizes, shares = schedule.ranks, schedule.cp_sizes, expert_shares(schedule)
     clock, position = [0] * len(ranks), [0] * len(ranks)

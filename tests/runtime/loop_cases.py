@@ -217,14 +217,11 @@ def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:
 
 
 def step_that_fails(*, kind: str) -> str:
-    """The error of a step.
+    """The error of a step: `not packed`, `no tokens`: what the loader yields; `read twice`: a step that reads ahead.
 
-    Args:
-        kind: `not packed`, `no tokens`: what the loader yields. `read twice`: a forward step that reads ahead.
-            `plans differ`: numpy sorts otherwise on rank 1.
-            `stages`: two pipelines of two stages; the last stage of the second reads other lengths than its first.
-            Samples stay where they are, so that both stages of the first pipeline run the same packs: only the plan of
-            their data-parallel groups tells them that they do not make the same step.
+    `plans differ`: numpy sorts otherwise on rank 1. `stages`: two pipelines of two stages; the last stage of the
+    second reads other lengths than its first. Samples stay, so that both stages of the first pipeline run the same
+    packs: only the plan of their data-parallel groups tells them that they do not make the same step.
     """
     items: list[Any] = [NOTHING] * NUM_ITEMS
     settings: dict[str, Any] = {"timeout": timedelta(minutes=1)}

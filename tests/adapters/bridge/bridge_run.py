@@ -1,10 +1,8 @@
 """A training run of Megatron-Bridge on CPU ranks: its own `pretrain`, packed SFT data set, forward step and evaluation.
 
-What does not run: Transformer Engine's layers (Megatron's local ones with packed attention take their place), and what
-`absent_packages.py` stands in for. The variable BRIDGE holds the arguments of `config_of` as JSON, and `install`, those
-of `install_bridge` in a balanced run. Each rank records its steps.
-
-The CPU's packed attention is imported below the public names: users train with Transformer Engine's.
+Megatron's local layers with packed attention take the place of Transformer Engine's; `absent_packages.py` stands in
+for the rest. The variable BRIDGE holds the arguments of `config_of` as JSON, and `install`, those of
+`install_bridge`.
 """
 
 from __future__ import annotations
