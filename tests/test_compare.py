@@ -451,13 +451,12 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
     folder, dealt = tmp_path / "record", tmp_path / "dealt.npy"
     steps = write_record(folder, run_info(cost_name="tokens", cost_model=CostModel.tokens()), measured=False)
     np.save(dealt, np.concatenate([step.lengths for step in steps]))
-    arguments = ["--data", "samples", "--global-batch-size", 48, "--max-tokens-per-gpu", 8192]
     of_ranks = [step.lengths.reshape(4, -1).sum(axis=1) for step in steps]
     kept = figures_of(tmp_path, folder)["policies"]["packed"]["step_imbalance"]
     assert kept == pytest.approx(np.mean([tokens.max() / tokens.mean() for tokens in of_ranks]))
     eight = figures_of(tmp_path, folder, "--dp-size", 8)["policies"]
     assert "as it ran" not in eight
-    expected = figures_of(tmp_path, dealt, "--dp-size", 8, *arguments)["policies"]
+    expected = figures_of(tmp_path, dealt, *batch_of(48, 8, 8192))["policies"]
     assert {name: figures["step_imbalance"] for name, figures in eight.items()} == {
         name: figures["step_imbalance"] for name, figures in expected.items()
     }

@@ -107,7 +107,6 @@ class Row:
 
     @property
     def dynamic(self) -> bool:
-        """Micro-batches have context-parallel sizes of their own."""
         return "--balance-context-parallel" in self.balance
 
     @property
@@ -118,12 +117,10 @@ class Row:
 
     @property
     def num_ranks(self) -> int:
-        """Of both runs."""
         return LAYOUTS[self.layout][1]
 
     @property
     def evaluates(self) -> bool:
-        """Whether evaluation is balanced."""
         stock = self.dynamic or "--sft" in self.flags or "--no-balance-evaluation" in self.balance
         return not stock and self.cap is not None
 
@@ -134,7 +131,6 @@ class Row:
 
     @property
     def stock(self) -> str:
-        """Flags of the stock run."""
         return f"{COMMON} {LAYOUTS[self.layout][0]} {MODELS[self.model]} {self.flags}"
 
 

@@ -238,7 +238,7 @@ MOE = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "ex
 )
 def test_ranks_that_meet_in_every_micro_batch(sizes: dict[str, int], objective: str) -> None:
     """R42, the MoE setups: expert-parallel groups over four ranks. The slots of a group have equal cost."""
-    lengths = synthetic_lengths("gsm8k_sft", num_samples=256, seed=6).tolist()
+    lengths = synthetic_lengths("code_files", num_samples=64, seed=6).clip(max=4096).tolist()  # a step's plan waits 2 %
     args = qwen3_4b(max_tokens_per_gpu=4096, **sizes)
     schedule = plan(lengths, args=args, objective=objective)
     check(schedule, lengths, cap=4096)

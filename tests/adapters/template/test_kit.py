@@ -175,6 +175,13 @@ def install(*, switch=False, window: int = 2, cost: str | None = None):
 """
 
 
+def launched(folder, *arguments, options=""):
+    (folder / "host.py").write_text(HOST)
+    code = f"from megatron_balance.adapters.kit import launch; launch('host'{options})"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -187,14 +194,11 @@ def install(*, switch=False, window: int = 2, cost: str | None = None):
     ],
 )
 def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path, arguments, says):
-    (tmp_path / "host.py").write_text(HOST)
     tell = "import sys; print(sys.argv[1:], __name__"
     (tmp_path / "train.py").write_text(f"{tell}, 'beside' * ('beside' in sys.modules or bool(__import__('beside'))))")
     (tmp_path / "beside.py").write_text(f"{tell}) if __name__ == '__main__' else None")
     options = ", prefix='my-', module='beside'" if "--my-window" in arguments else ""
-    code = f"from megatron_balance.adapters.kit import launch; launch('host'{options})"
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = launched(tmp_path, *arguments, options=options)
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
@@ -214,10 +218,8 @@ except OSError as error:
 
 
 def test_an_error_of_the_script_keeps_its_traceback_and_its_cause(tmp_path):
-    (tmp_path / "host.py").write_text(HOST)
     (tmp_path / "train.py").write_text(FAILS)
-    command = [sys.executable, "-c", "from megatron_balance.adapters.kit import launch; launch('host')", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = launched(tmp_path, "train.py")
     assert "reported BalanceError" in done.stdout
     assert 'train.py", line 5, in load' in done.stderr
     assert done.stderr.rstrip().endswith("BalanceError: rank 3 cannot go on")
