@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -184,16 +184,16 @@ class BalancedForwardBackward:
         # A script for padded rows tells only some of its ranks of starts of sequences, and counts FLOPs by them.
         left_out = DERIVED_KEYS if self._settings.unpad is not None else ()
 
-        def handed_out() -> HandedOut:
-            return HandedOut(step.microbatches or (), left_out=left_out)
-
+        # Every chunk of a virtual pipeline reads its own.
+        chunks = model if isinstance(model, list) else [model]
+        handed_out = {id(chunk): HandedOut(step.microbatches or (), left_out=left_out) for chunk in chunks}
+        first, *_ = readers = list(handed_out.values())
         arguments |= {
-            # Every chunk of a virtual pipeline reads its own.
-            "data_iterator": [handed_out() for _ in iterators] if isinstance(iterators, list) else handed_out(),
+            "data_iterator": readers if isinstance(iterators, list) else first,
             "num_microbatches": step.num_microbatches,
             "micro_batch_size": 1,
             "forward_step_func": self._forward_step(
-                arguments["forward_step_func"], step, model=model, observer=observer
+                arguments["forward_step_func"], step, model=model, observer=observer, handed_out=handed_out
             ),
         }
         self.pipeline_shapes = planned_shapes(step.slots, topology=self._settings.topology, arguments=arguments)
@@ -208,16 +208,25 @@ class BalancedForwardBackward:
                 self.context.restore_engine_attention(model)
 
     def _forward_step(
-        self, forward_step_func: Schedule, step: BalancedStep, *, model: Any, observer: Watch | None
+        self,
+        forward_step_func: Schedule,
+        step: BalancedStep,
+        *,
+        model: Any,
+        observer: Watch | None,
+        handed_out: Mapping[int, HandedOut],
     ) -> Schedule:
-        """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch."""
+        """Megatron's forward step with the shape, the padding mask and the timer of each micro-batch.
+
+        `handed_out`: what each chunk reads, by its id. A schedule may wrap it, so that a call brings another iterator.
+        """
         settings, slots = self._settings, step.slots
         masks = router_masks(slots, model=model, **self._layout) if settings.counts_router_tokens else []
         starts = packed_params_of(slots, settings=settings) if settings.unpad is not None else []
 
         @functools.wraps(forward_step_func)
-        def forward_step(data_iterator: HandedOut, model: Any, *rest: Any, **keywords: Any) -> Any:
-            slot = data_iterator.begin_next()
+        def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+            slot = handed_out[id(model)].begin_next()
             cp_size = slots.cp_sizes[slot]
             run = forward_step_func
             if self.context is not None:
