@@ -56,21 +56,21 @@ class BalancedForwardBackward:
         self.pipeline_shapes: PipelineShapes | None = None
         self._settings = settings
         layout = Layout.of_world(timeout=timeout)
-        planner = StepPlanner(
-            settings,
-            # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
-            dp_group=layout.data_group(timeout=timeout, on_every_tensor_rank=args is None),
-            dp_rank=layout.own.dp,
-            cp_rank=layout.own.cp,
-            ranks_per_node=layout.ranks_per_node,
-        )
-        replica = layout.replica_group(timeout=timeout)
-        self._training = training = StepPrefetcher(planner, replica=replica)
+        # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
+        dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
+        replica, place = layout.replica_group(timeout=timeout), layout.own
+        self.observer: Watch | None = None
+        if dp_group is not None or layout.is_last:
+            self.observer = Watch(settings, layout=layout, loads_data=dp_group is not None, args=args)
+        ranks: Any = {"dp_group": dp_group, "dp_rank": place.dp, "cp_rank": place.cp}
+        ranks["ranks_per_node"] = layout.ranks_per_node
+        report: Any = {} if self.observer is None else {"report": self.observer.report}
+        self._training = training = StepPrefetcher(StepPlanner(settings, **ranks, **report), replica=replica)
         self._evaluation: StepPrefetcher | None = None
         self._eval_steps_left = 0
         if settings.eval_limits is not None:
-            of_evaluation = planner.of_evaluation(settings.eval_limits)
-            self._evaluation = StepPrefetcher(of_evaluation, replica=replica, thread=training.thread)
+            planner = StepPlanner(settings, **ranks, evaluation_plans=training.planner.plans)
+            self._evaluation = StepPrefetcher(planner, replica=replica, thread=training.thread)
         self.context: MicrobatchContext | None = None
         if topology.dynamic_cp:
             self.context = MicrobatchContext(
@@ -78,10 +78,7 @@ class BalancedForwardBackward:
             )
             if taken := connect(self.context.by_size):
                 say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
-        self.observer: Watch | None = None
-        if planner.loads_data or layout.is_last:
-            self.observer = Watch(settings, layout=layout, planner=planner, args=args)
-        self._layout: Any = {"topology": topology, "place": layout.own}
+        self._layout: Any = {"topology": topology, "place": place}
 
     @property
     def evaluates(self) -> bool:

@@ -25,9 +25,8 @@ import torch.distributed as dist
 
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.figures import Alarm, Figures, log_line, mean_figures
+from megatron_balance.mcore.step.figures import REPORTED_LATER, Alarms, Figures, log_line, mean_figures
 from megatron_balance.mcore.step.packs import BalancedStep
-from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.timing import StepTimer
 from megatron_balance.planner import DataSchedule, resolve_objective
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
@@ -37,9 +36,6 @@ from megatron_balance.runtime.process import close_on_undo, device_kind, environ
 MAX_UNREAD_STEPS = 8
 """Steps whose marks the device has not passed yet; older ones are dropped."""
 
-REPORTED_LATER = 2
-"""Steps after which seconds are reported: the next step is gathered while the one after that runs."""
-
 FIRST_STEPS = 4
 """Steps after which memory is read: the optimizer has its state, and micro-batches were full."""
 
@@ -48,29 +44,14 @@ LEFT_FREE = 0.1
 
 GIB = 2**30
 
-MOST_EXPOSED, MOST_UNEVEN = 0.01, 0.1
-"""Waiting for data over the time between two steps, and measured imbalance above the planned one, before an alarm."""
-
-EXPOSED = (
-    "steps wait for their data {share:.1%} of their time: look whether the loader keeps up (--num-workers), and "
-    "whether ranks have CPU cores to spare."
-)
-UNEVEN = (
-    "ranks are less even than planned: max/mean of their time is {above:.0%} above the plan's. Fit the costs to a "
-    "record of this run (megatron-balance fit), or look for a slow device."
-)
-
 
 class Watch:
-    """The view of the run on a rank that loads data, whose planner sends what it reports, or has Megatron's writers.
+    """The view of the run on a rank that loads data, or has Megatron's writers; `args` are those of Megatron's loop."""
 
-    `args` are those of Megatron's own loop.
-    """
-
-    def __init__(self, settings: Settings, *, layout: Layout, planner: StepPlanner, args: Namespace | None) -> None:
-        self._settings, self._planner, self._args = settings, planner, args
+    def __init__(self, settings: Settings, *, layout: Layout, loads_data: bool, args: Namespace | None) -> None:
+        self._settings, self._place, self._args = settings, layout.own, args
         self._prints = dist.get_rank() == 0
-        self._times = planner.loads_data and layout.own.tp == 0
+        self._times = loads_data and layout.own.tp == 0
         self._on_gpu = device_kind() == "cuda"
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
@@ -78,9 +59,8 @@ class Watch:
         self._objective = ""
         self._figures: list[Figures] = []
         self._unwritten: Figures = {}
-        self._planned: deque[float] = deque(maxlen=REPORTED_LATER + 1)
-        self._began = 0.0
-        self._exposed, self._uneven = Alarm(EXPOSED), Alarm(UNEVEN)
+        self._began: float | None = None
+        self._alarms = Alarms()
         self._shapes: set[int] = set()  # at most one for each token of the cap
         self._memory = (0, 0, 0)
         self._newest_iteration = self._most_tokens = 0
@@ -90,8 +70,6 @@ class Watch:
             self._record = RecordThread(
                 self._open, warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", of_rank=True)
             )
-        if planner.loads_data:
-            planner.report = self._report
         finish = self._finish  # one object, by which atexit knows it
         atexit.register(finish)
         close_on_undo(functools.partial(atexit.unregister, finish))
@@ -115,7 +93,8 @@ class Watch:
         if not self._prints or step.schedule is None:
             return
         if self._on_gpu:
-            self._check_alarms(self._unwritten)
+            began, self._began = self._began, time.perf_counter()
+            self._alarms.check(self._unwritten, step_seconds=None if began is None else self._began - began)
         if self._record is not None:
             schedule, figures = step.schedule, step.figures
             times = {name: figures[name] for name in ("plan_seconds", "exchange_seconds")}
@@ -144,18 +123,6 @@ class Watch:
                 tensorboard.add_scalar(f"balance/{name}", value, self._newest_iteration)
             if wandb:
                 wandb.log({f"balance/{name}": value}, self._newest_iteration)
-
-    def _check_alarms(self, figures: Figures) -> None:
-        """Warn of what lasts; the measured imbalance is that of an earlier step."""
-        now, began, exposed = time.perf_counter(), self._began, figures["exposed_seconds"]
-        self._began = now
-        self._planned.append(figures["planned_imbalance"])
-        share = exposed / (now - began) if began else 0.0
-        self._exposed.check(share > MOST_EXPOSED, share=share)
-        measured = figures.get("measured_imbalance")
-        known = measured is not None and len(self._planned) > REPORTED_LATER
-        above = measured / self._planned[0] - 1 if measured is not None and known else 0.0
-        self._uneven.check(above > MOST_UNEVEN if known else None, above=above)
 
     def _finish(self) -> None:
         """Training is over."""
@@ -189,7 +156,7 @@ class Watch:
 
     def _open(self) -> RecordWriter:
         """Open this rank's part of the record."""
-        settings, planner, costs, info = self._settings, self._planner, self._settings.costs, None
+        settings, place, costs, info = self._settings, self._place, self._settings.costs, None
         if self._prints:
             rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
             info = RunInfo(
@@ -203,10 +170,10 @@ class Watch:
                 row_tokens=settings.row_tokens,
                 num_rows=settings.num_rows,
             )
-        part = planner.leaf if settings.topology.dynamic_cp else planner.dp_rank
+        part = place.dp * settings.topology.cp_size + place.cp if settings.topology.dynamic_cp else place.dp
         return RecordWriter(Path(settings.record or ""), rank=part, info=info, resume=settings.resumes)
 
-    def _report(self, number: int) -> tuple[int, ...]:
+    def report(self, number: int) -> tuple[int, ...]:
         """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""
         return (*self._memory, self._nanoseconds.get(number - REPORTED_LATER, 0))
 

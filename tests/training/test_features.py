@@ -15,7 +15,7 @@ from training_run import assert_equal
 
 from megatron_balance.cli import main
 from megatron_balance.cost import Calibration
-from megatron_balance.mcore.step.figures import Alarm
+from megatron_balance.mcore.step import figures
 from megatron_balance.record import read_record
 
 
@@ -117,12 +117,25 @@ def test_tensorboard_has_the_figures(train: KeptRuns, row: Row) -> None:
     assert {tag.removeprefix("balance/") for tag in read.Tags()["scalars"]} > FIGURES | {"lm loss"}
 
 
-def test_an_alarm_warns_once_after_twenty_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
-    alarm = Alarm("it lasts: {share:.0%}")
-    for holds in [True] * 19 + [False] + [True] * 19 + [None] + [True] * 40:
-        alarm.check(holds, share=0.5)
-        assert bool(caplog.messages) is (alarm._in_a_row >= 20)
-    assert caplog.messages == ["it lasts: 50%"]
+@pytest.mark.parametrize(
+    ("name", "harmless", "excess"), [("exposed_seconds", 0.01, 0.011), ("measured_imbalance", 1.31, 1.33)]
+)
+def test_an_alarm_warns_once_after_twenty_steps_in_a_row(
+    name: str, harmless: float, excess: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps take a second, and are planned with an imbalance of 1.2; a measured one is that of two steps before."""
+    said: list[str] = []
+    monkeypatch.setattr(figures, "warn_once", lambda text, topic: said.append(topic))
+    alarms, stock = figures.Alarms(), {"exposed_seconds": 0.0, "planned_imbalance": 1.2}
+    for _ in range(2):  # nothing is known yet
+        alarms.check(stock | {name: excess}, step_seconds=None)
+    for value in [excess] * 19 + [harmless] * 40 + [excess] * 19:
+        alarms.check(stock | {name: value}, step_seconds=1.0)
+    assert said == []
+    alarms.check(stock, step_seconds=None)  # left out
+    for _ in range(40):
+        alarms.check(stock | {name: excess}, step_seconds=1.0)
+    assert said == [figures.EXPOSED if name == "exposed_seconds" else figures.UNEVEN]
 
 
 @about("DP2", "over-long")

@@ -8,6 +8,7 @@ means.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -18,7 +19,21 @@ from megatron_balance.runtime.log import warn_once
 
 Figures = dict[str, float]
 
+REPORTED_LATER = 2
+"""Steps after which seconds are reported: the next step is gathered while the one after that runs."""
+
 STEPS_OF_ALARM = 20
+MOST_EXPOSED, MOST_UNEVEN = 0.01, 0.1
+"""Waiting for data over the time between two steps, and measured imbalance above the planned one, before an alarm."""
+
+EXPOSED = (
+    "steps wait for their data {:.1%} of their time: look whether the loader keeps up (--num-workers), and whether "
+    "ranks have CPU cores to spare."
+)
+UNEVEN = (
+    "ranks are less even than planned: max/mean of their time is {:.0%} above the plan's. Fit the costs to a record of "
+    "this run (megatron-balance fit), or look for a slow device."
+)
 
 
 def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.float64]) -> Figures:
@@ -82,16 +97,22 @@ def log_line(figures: Figures) -> str:
     return " | ".join(parts)
 
 
-class Alarm:
-    """Warns once of what holds in STEPS_OF_ALARM steps in a row; steps where that is not known are left out."""
+class Alarms:
+    """Warn once of each excess that lasts STEPS_OF_ALARM steps in a row; steps where it is not known are left out."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._in_a_row = 0
+    def __init__(self) -> None:
+        self._num_steps = {EXPOSED: 0, UNEVEN: 0}
+        self._planned: deque[float] = deque(maxlen=REPORTED_LATER + 1)
 
-    def check(self, holds: bool | None, **values: float) -> None:
-        """Of one step; `values` are put into the text."""
-        if holds is not None:
-            self._in_a_row = self._in_a_row + 1 if holds else 0
-        if holds and self._in_a_row == STEPS_OF_ALARM:
-            warn_once(self._text.format(**values), topic=self._text)
+    def check(self, figures: Figures, *, step_seconds: float | None) -> None:
+        """Of one step: the measured imbalance is that of an earlier one; seconds since the step before, if known."""
+        self._planned.append(figures["planned_imbalance"])
+        if step_seconds is not None:
+            self._count(EXPOSED, figures["exposed_seconds"] / step_seconds, most=MOST_EXPOSED)
+        if "measured_imbalance" in figures and len(self._planned) > REPORTED_LATER:
+            self._count(UNEVEN, figures["measured_imbalance"] / self._planned[0] - 1, most=MOST_UNEVEN)
+
+    def _count(self, text: str, value: float, *, most: float) -> None:
+        self._num_steps[text] = self._num_steps[text] + 1 if value > most else 0
+        if self._num_steps[text] == STEPS_OF_ALARM:
+            warn_once(text.format(value), topic=text)

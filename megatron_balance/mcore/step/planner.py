@@ -10,7 +10,6 @@ packed; the plan depends on gathered lengths and flags alone; no step is returne
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask
 from megatron_balance.samples.sample import Samples
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
-from megatron_balance.topology import Limits
 
 
 def warn_of(text: str) -> None:
@@ -74,7 +72,9 @@ class StepPlanner:
     """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
 
     `dp_group` are the ranks that load different samples, over gloo; None where this rank, `dp_rank`, loads none.
-    Samples stay on the `ranks_per_node` data-parallel ranks of a node where costs allow.
+    Samples stay on the `ranks_per_node` data-parallel ranks of a node where costs allow. `report` says by the number of
+    a step what goes to the other ranks with the lengths of its samples. A planner of evaluation takes the group and
+    `plans` of that of training, and never works at the same time.
     """
 
     def __init__(
@@ -85,10 +85,13 @@ class StepPlanner:
         dp_rank: int = 0,
         cp_rank: int = 0,
         ranks_per_node: int | None = None,
+        evaluation_plans: PlanProcess | None = None,
+        report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT,
     ) -> None:
         self.settings = settings
         self.topology = topology = settings.topology
-        self.limits = settings.limits
+        evaluates = evaluation_plans is not None
+        self.limits = (evaluates and settings.eval_limits) or settings.limits
         self.cost_model = cost_model = settings.costs.model
         self.dp_rank = dp_rank if dp_group is None else dp_group.rank()
         self.cp_rank = cp_rank
@@ -99,28 +102,15 @@ class StepPlanner:
         # Plans with dynamic context-parallel sizes take no images.
         has_images = cost_model.image_linear or cost_model.image_quadratic
         self._counts_images = bool(has_images) and not topology.dynamic_cp
-        self._plans = PlanProcess(timeout=settings.peer_timeout / 2, warn=warn_of)
+        self.plans = evaluation_plans or PlanProcess(timeout=settings.peer_timeout / 2, warn=warn_of)
         self._row_values = INLINE_LENGTHS
-        # Called with the number of a step: what goes to the other data-parallel ranks with the lengths of its samples.
-        self.report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT
-        self._compared = {"step of": "training"}
-
-    def of_evaluation(self, limits: Limits) -> StepPlanner:
-        """Makes the steps of evaluation, over the same group: never at the same time as those of training."""
-        other = copy.copy(self)
-        other.limits, other.report = limits, lambda _: _NO_REPORT
-        other._compared = {"step of": "evaluation"}
-        return other
+        self._report = report
+        self._compared = {"step of": "evaluation" if evaluates else "training"}
 
     @property
     def loads_data(self) -> bool:
         """True if this rank loads and exchanges samples."""
         return self._dp_group is not None
-
-    @property
-    def leaf(self) -> int:
-        """This rank among data- and context-parallel ranks, context-parallel ones innermost."""
-        return self.dp_rank * self.topology.cp_size + self.cp_rank
 
     def make(self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False) -> BalancedStep:
         """One step, on every rank of the group, of the items that were fetched where `num_items` were wanted.
@@ -142,7 +132,7 @@ class StepPlanner:
                 header=Header(
                     self._compared,
                     number,
-                    (new_iterator, self._plans.num_fallbacks, *self.report(number)),
+                    (new_iterator, self.plans.num_fallbacks, *self._report(number)),
                     self._row_values,
                 ),
             )
@@ -208,7 +198,7 @@ class StepPlanner:
         return fetched.failure or split_items(fetched.items, unpad=self.settings.unpad)
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
-        return self._plans.plan(
+        return self.plans.plan(
             num_samples=len(gathered.lengths),
             lengths=gathered.lengths,
             image_patches=None if gathered.image_patches is None else Images(gathered.image_patches),
