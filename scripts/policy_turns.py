@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, TextIO
 from unittest import mock
 
-from record_steps import Function, recorded, train_wrapped
+from record_steps import SCHEDULE, Function, recorded, train_wrapped
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
 from megatron_balance.mcore import hooks
@@ -25,8 +25,6 @@ from megatron_balance.mcore.step import plan_process
 from megatron_balance.planner import Problem
 
 POLICIES = ("stock", "packed", "balance_data", "balance_by_flops", "dynamic_cp")
-SCHEDULE = "forward_backward_func"
-"""The parameter of train_step that has Megatron's schedule, wrapped by the hook."""
 
 
 def policy_of_step(step: int) -> str:

@@ -199,8 +199,8 @@ library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the 
 ### Gains over each stock
 
 {stocks.NUM_RUNS} runs of a GPT of two layers on {stocks.NUM_RANKS} CPU ranks, {stocks.GLOBAL_BATCH_SIZE} rows of
-{stocks.SEQ_LENGTH} tokens a step: CPU seconds of the busiest rank in a whole step, stock over balanced by FLOPs, beside
-what `compare` predicts from the lengths and the seconds fitted to the first run.
+{stocks.SEQ_LENGTH} tokens a step: CPU seconds that the slowest rank spends in forward and backward passes, stock over
+balanced by FLOPs, beside what `compare` predicts from the lengths and the seconds fitted to the first run.
 
 {_stocks_table(figures.get("stocks", {}))}
 

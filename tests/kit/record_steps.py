@@ -2,14 +2,16 @@
 
     torchrun … tests/kit/cpu_shim.py tests/kit/record_steps.py RECORD_DIR ARGS
 
-Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds, loss and gradient norm in full precision, and the plan
-of a balanced step. TRAINING_SCRIPT=FILE in the environment names a script that trains in place of pretrain_sft.
+Each rank writes RECORD_DIR/rankN.jsonl, a line a step: seconds, those of the training thread in forward and backward
+passes too, loss and gradient norm in full precision, and the plan of a balanced step. TRAINING_SCRIPT=FILE in the
+environment names a script that trains in place of pretrain_sft.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import runpy
@@ -26,6 +28,8 @@ from megatron.training import training
 from megatron_balance.mcore import hooks
 
 Function = Callable[..., Any]
+SCHEDULE = "forward_backward_func"
+"""The parameter of train_step that has Megatron's schedule, in a balanced run wrapped by the hook."""
 
 
 def main() -> None:
@@ -51,11 +55,25 @@ def train_wrapped(wrap: Callable[..., Function]) -> None:
 def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
     """`train_step` that writes a line to `out` after each call, `columns` at its end."""
 
+    signature = inspect.signature(train_step)
+
     @functools.wraps(train_step)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
+        bound, passes = signature.bind(*positional, **keywords), list[float]()
+        schedule: Function = bound.arguments[SCHEDULE]
+
+        @functools.wraps(schedule)
+        def timed(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            outputs = schedule(*given, **named)
+            passes.append(time.thread_time() - began)
+            return outputs
+
+        bound.arguments[SCHEDULE] = timed
         wall, cpu = time.perf_counter(), time.process_time()
-        result = train_step(*positional, **keywords)
+        result = train_step(*bound.args, **bound.kwargs)
         row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        row["passes_cpu_seconds"] = sum(passes)
         losses, grad_norm = result[0], result[5]
         row |= {name.replace(" ", "_"): float(value) for name, value in losses.items()}
         row |= {"grad_norm": None if grad_norm is None else float(grad_norm), **_plan(), **columns}
