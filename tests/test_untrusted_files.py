@@ -116,8 +116,7 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
         ("huge.jsonl", b"9" * 5000),
         ("infinite.jsonl", b'{"length": 1e999}'),
         ("names.jsonl", json.dumps({f"{at}" * 99: 1 for at in range(999)}).encode()),
-        ("quote.csv", b'length\n"' + b"1\n" * 200_000),
-        ("nul.csv", b"length\n1\0\n"),
+        ("nul.txt", b"1\0\n"),
         ("deep.jsonl", b"[" * 100_000),
         ("--cost", b"[" * 100_000),
         ("--model", b"[" * 100_000),
@@ -220,7 +219,7 @@ def test_lines_of_a_record(
         (["--max-tokens-per-gpu", "9" * 23], "--max-tokens-per-gpu is 99999999999999999999999: it must be an integer"),
         (["--pp-size", "100000000"], "make 200000000 GPUs"),
         (["--dp-size", "100000000", "--global-batch-size", "100000000"], "make 100000000 GPUs"),
-        (["--seq-length", "99999999999"], "at most 2147483647"),
+        (["--seq-length", "99999999999"], "from 1 to 2147483647"),
     ],
 )
 def test_absurd_numbers(flags: list[str], said: str, refused: Callable[..., str]) -> None:
@@ -284,7 +283,7 @@ CONFIGS = with_a_field(hf_config, *json.loads(hf_config()))
 @pytest.mark.parametrize(
     ("read", "suffix", "contents"),
     [
-        *((read_lengths, suffix, BYTES) for suffix in ("npy", "npz", "jsonl", "csv", "txt", "idx")),
+        *((read_lengths, suffix, BYTES) for suffix in ("npy", "npz", "jsonl", "idx")),
         (read_record, "jsonl", LINES),
         (Calibration.read, "json", LINES | CALIBRATIONS),
         (ModelShape.from_hf_config, "json", LINES | CONFIGS),

@@ -53,19 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show_warning(message: object, *_: object, **__: object) -> None:
-    """In one line, without the line of code that warns."""
-    print(f"Warning: {in_a_line(str(message))}", file=sys.stderr)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the result is the exit status, 2 where a flag or a file cannot be used."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         end = arguments.index("--") if "compare" in arguments[:2] and "--" in arguments else len(arguments)
         args, unknown = build_parser().parse_known_args(arguments[:end])
-        if end < len(arguments):
-            args.script_flags = arguments[end + 1 :]
+        args.script_flags = arguments[end + 1 :]
         if unknown:
             raise BalanceError(
                 f"unrecognized arguments: {' '.join(unknown)} (see megatron-balance {args.command} --help)"
@@ -73,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_overwriting(args)
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: print(
+                f"Warning: {in_a_line(str(message))}", file=sys.stderr
+            )
             status = args.run(args)
         sys.stdout.flush()
         return status

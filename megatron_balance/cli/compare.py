@@ -16,21 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.cli.costs import Costs
 from megatron_balance.cli.data import MAX_SAMPLES, batches_of_rows, rows_to_plan
 from megatron_balance.cli.flags import STANDARD_OUTPUT, count, integer, output_file
-from megatron_balance.cli.policies import Policy, PolicyResult, Question, measured_outside, recommend
+from megatron_balance.cli.policies import Policy, PolicyResult, Question, recommend
 from megatron_balance.cli.screen import in_a_line, print_table, progress, say
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
-from megatron_balance.lengths import (
-    MEGATRON_SEED,
-    STOCKS,
-    SYNTHETIC_LENGTHS,
-)
+from megatron_balance.lengths import MEGATRON_SEED, STOCKS, SYNTHETIC_LENGTHS
 from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.record import (
     MAX_GPUS,
@@ -49,7 +44,7 @@ FEW_TOKENS = 10  # on average, below which the lengths are doubted
 
 _EPILOG = f"""\
 lengths, in the order of training:
-  FILE.npy .npz .jsonl .csv .txt .parquet  a number of tokens for each sample; text also as .gz, or - for standard
+  FILE.npy .npz .jsonl .txt .parquet       a number of tokens for each sample; text also as .gz, or - for standard
                                            input; lists of input_ids are counted, a bare list is a packed row
   FILE.idx, or its path without .idx       a Megatron data set: the tokens of each document
   synthetic:NAME[:N[:SEED]]                drawn; NAME is one of
@@ -60,21 +55,7 @@ lengths, in the order of training:
 stock Megatron, which all are compared with (--data; files of lengths with --seq-length are padded, of lists packed):
 {chr(10).join(f"  {name:<17} {words.format('N')}" for name, words in STOCKS.items())}
 
-examples:
-  megatron-balance compare chats.jsonl --seq-length 8192 --global-batch-size 256 --dp-size 8 --model Qwen/Qwen3-8B
-  megatron-balance compare my_corpus --data masked-documents --seq-length 8192 --global-batch-size 256 --dp-size 8 \\
-      --model Qwen3-8B --device 400
-  megatron-balance compare runs/record --model Qwen3-8B
-
 your training script's flags may follow --: what they refuse is not compared
-
-policies (their flags are printed below the table):
-  stock         Megatron's own sampler: row i on rank i % dp_size, one row a micro-batch
-  packed        every rank packs the samples that it loaded, first fit
-  balance-data  samples move so that every rank has as many tokens
-  by-flops      samples move so that every rank has as many FLOPs, those of --model
-  calibrated    samples move so that every rank takes as long, by --cost seconds.json
-  dynamic-cp    the last of these, and each micro-batch has a context-parallel size of its own, where training allows it
 
 columns, means over the steps:
   step s         predicted time, forward and backward; with --device or a seconds.json
@@ -116,20 +97,11 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     "cost": {
         "--model": (str, "MODEL", "preset, Hugging Face config.json, or sizes KEY=N,…; its FLOPs are the cost"),
         "--cost": (str, "COST", "tokens, flops (default with --model), or a seconds.json of megatron-balance fit"),
-        "--device": (
-            str,
-            "DEVICE",
-            "gives seconds: TFLOPS that one GPU reaches in training by these FLOPs, LINEAR or LINEAR,ATTENTION, or "
-            f"published ones of {', '.join(profiles())}",
-        ),
+        "--device": (str, "DEVICE", f"TFLOPS of a GPU in training: LINEAR[,ATTENTION], or {', '.join(profiles())}"),
     },
     "output": {
         "--policy": (str, "NAME", "its plan, in place of the recommended one, goes to --json"),
-        "--json": (
-            output_file,
-            "OUT",
-            "write all figures, and the plan of --policy (default: the recommended); - prints them",
-        ),
+        "--json": (output_file, "OUT", "write all figures, and the plan of --policy; - prints them"),
     },
 }
 """Flags by group: type, metavar, help."""
@@ -150,14 +122,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and write the file asked for."""
-    if args.json != STANDARD_OUTPUT:
+    to_stdout = args.json == STANDARD_OUTPUT
+    with contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext():
         content = _compare(args)
-        if args.json is not None:
-            args.json.write_bytes(content)
-        return 0
-    with contextlib.redirect_stdout(sys.stderr):
-        content = _compare(args)
-    print(content.decode(), end="")
+    if to_stdout:
+        print(content.decode(), end="")
+    elif args.json is not None:
+        args.json.write_bytes(content)
     return 0
 
 
@@ -174,22 +145,15 @@ def _compare(args: argparse.Namespace) -> bytes:
     question = Question(costs, topology, limits, script_flags=args.script_flags, data_options=of_data)
     policies, reasons = question.policies()
     if kind == "documents":
-        policies = policies[:1]
-        reasons = [
-            "all rows cost the same, and without cu_seqlens none is split: balancing needs --data masked-documents"
-        ]
+        policies, reasons = policies[:1], ["all rows cost the same: balancing needs --data masked-documents"]
     names = [policy.name for policy in policies]
     if args.policy not in (None, *names):
-        raise BalanceError(
-            f"--policy is {args.policy!r}: it must be one of {', '.join(names)}. --model adds policies by FLOPs, "
-            "--cost seconds.json the calibrated one."
-        )
+        raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
     if record is not None:
         batches = _batches_of_record(record, steps=args.steps, dp_size=topology.dp_size)
         has_more = len(batches) < sum(step.lengths.size > 0 for step in record.steps)
-        row_tokens = None if batches[0].rows is None else batches[0].row_tokens
-        words = "as they are" if row_tokens is None else f"filled up to {row_tokens} tokens"
-        words = f"the recorded rows, {words}, one a micro-batch"
+        filled = batches[0].row_tokens if batches[0].rows is not None else None
+        words = f"the recorded rows, {'as they are' if filled is None else f'filled up to {filled} tokens'}"
     else:
         assert rows is not None
         batches = batches_of_rows(args, stock=rows, topology=topology, limits=limits)
@@ -200,7 +164,6 @@ def _compare(args: argparse.Namespace) -> bytes:
     say(f"Stock: {words}.", style="bold")
     if has_more and args.steps is None:
         reasons.append(f"these are the first {len(batches)} steps; --steps plans more.")
-    row_tokens = batches[0].row_tokens
     lengths = np.concatenate([batch.segments for batch in batches])
     say(
         f"{sum(batch.lengths.size for batch in batches)} samples in {len(batches)} steps. Lengths: mean "
@@ -209,8 +172,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     )
     if kind != "documents" and (lengths.mean() < FEW_TOKENS or (lengths.size > 1 and lengths.min() == lengths.max())):
         reasons.append(
-            f"the lengths are {lengths.min()} to {lengths.max()} tokens: if that surprises you, see what was counted "
-            "(a tokenizer may return fields, whose number is not that of tokens)."
+            f"the lengths are {lengths.min()} to {lengths.max()} tokens: if that surprises you, see what was counted."
         )
     if costs.calibration is not None and (notice := costs.calibration.extrapolation(int(lengths.max()))):
         reasons.append(notice)
@@ -223,10 +185,9 @@ def _compare(args: argparse.Namespace) -> bytes:
             for step in question.plan(policy, batches):
                 steps.append(step)
                 show(len(results) * len(batches) + len(steps))
-            results.append(question.judge(policy, steps, row_tokens=row_tokens))
+            results.append(question.judge(policy, steps, row_tokens=batches[0].row_tokens))
     stock = results[0]
-    outside = None if record is None else measured_outside(record)
-    advised, sentences = recommend(results, question=question, outside=outside)
+    advised, sentences = recommend(results, question=question, record=record)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
     shown = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
     if record is not None and topology == record.info.topology.at_cp_size(record.info.topology.cp_size):
@@ -234,7 +195,11 @@ def _compare(args: argparse.Namespace) -> bytes:
         ran = [step for step in record.steps if step.lengths.size][: len(batches)]
         shown.insert(1, question.judge(as_it_ran, ran).line(stock=stock))
     timed = stock.scale.unit == "s"
-    _print_policies(shown, timed=timed, advised=advised.policy.name)
+    columns = {name: text for name, text in _COLUMNS.items() if timed or name not in ("step s", "tokens/s/GPU")}
+    rows_shown = [[text.format(**line) for text in columns.values()] for line in shown]
+    print_table(list(columns), rows_shown, strong=advised.policy.name)
+    if len(shown) > 1:
+        say("\n  ".join(["Flags:", *(f"{line['name']:<12}  {line['flags']}" for line in shown[1:])]))
     say(f"Recommendation, predicted by {'seconds' if timed else costs.name}: {advised.policy.name}", style="bold")
     for sentence in sentences:
         say(f"  {sentence}")
@@ -254,10 +219,8 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
     if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
         wrong.append("max_tokens_per_gpu")
     if wrong:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        needs = f"compare needs {'it' if len(wrong) == 1 else 'them'}, unless LENGTHS is a record"
-        remedy = needs if record is None else "a record has its own, drop it"
-        raise BalanceError(f"{flags} {'missing' if record is None else 'given'}: {remedy}.")
+        remedy = "given: a record has its own, drop it" if record else "missing: compare needs them, but for a record"
+        raise BalanceError(f"{', '.join('--' + name.replace('_', '-') for name in wrong)} {remedy}.")
     names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.tp_size is not None:  # Megatron's default: experts are split as all else is
@@ -271,14 +234,12 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
         )
     if record is None and args.global_batch_size % topology.dp_size:
         raise BalanceError(
-            f"--global-batch-size is {args.global_batch_size}: Megatron refuses one that is no multiple of --dp-size "
-            f"{topology.dp_size} times --micro-batch-size."
+            f"--global-batch-size {args.global_batch_size} is no multiple of --dp-size {topology.dp_size}."
         )
     num_ranks, group = topology.num_leaves * topology.tp_size, topology.etp_size * topology.ep_size
     if num_ranks % group:
         raise BalanceError(
-            f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks (--ep-size times --tp-size), which "
-            f"do not divide the {num_ranks} ranks of a pipeline stage."
+            f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks, which do not divide {num_ranks}."
         )
     cap = args.max_tokens_per_gpu or (record and record.info.limits.max_tokens_per_gpu)
     if cap is None and args.seq_length is not None:
@@ -292,19 +253,15 @@ def _batches_of_record(record: RunRecord, *, steps: int | None, dp_size: int) ->
     """The steps of a record that are planned."""
     batches = [step for step in record.steps if step.lengths.size]
     if record.info.topology.dp_size != dp_size:
-        batches = [replace(batch, home_ranks=_homes(batch, dp_size=dp_size)) for batch in batches]
+        rows = [np.arange(batch.lengths.size) if batch.rows is None else batch.rows for batch in batches]
+        homes = [dealt(int(of_batch.max()) + 1, dp_size=dp_size)[of_batch] for of_batch in rows]
+        batches = [replace(batch, home_ranks=home) for batch, home in zip(batches, homes, strict=True)]
     if len(batches) < (steps or 1):
         raise BalanceError(f"the record has {len(batches)} steps with samples; --steps is {steps or 1}.")
     if steps is None:
         samples = np.cumsum([batch.lengths.size for batch in batches])
         steps = max(int((samples <= MAX_SAMPLES).sum()), 1)
     return batches[:steps]
-
-
-def _homes(batch: StepRecord, *, dp_size: int) -> NDArray[np.int64]:
-    """The rank that loads each sample: that of its row."""
-    rows = np.arange(batch.lengths.size) if batch.rows is None else batch.rows
-    return dealt(int(rows.max()) + 1, dp_size=dp_size)[rows]
 
 
 _COLUMNS = {
@@ -321,13 +278,3 @@ _COLUMNS = {
     "micro-batches": "{num_microbatches:.1f}",
     "plan ms": "{plan_ms:.1f}",
 }
-
-
-def _print_policies(shown: Sequence[dict[str, Any]], *, timed: bool, advised: str) -> None:
-    """Print one row per policy, stock first, and the flags of each."""
-    columns = {name: text for name, text in _COLUMNS.items() if timed or name not in ("step s", "tokens/s/GPU")}
-    rows = [[text.format(**one) for text in columns.values()] for one in shown]
-    print_table(list(columns), rows, strong=advised)
-    width = max(len(one["name"]) for one in shown)
-    if len(shown) > 1:
-        say("\n  ".join(["Flags:", *(f"{one['name']:<{width}}  {one['flags']}" for one in shown[1:])]))

@@ -1,10 +1,5 @@
 """The cost of a sample in a comparison, and the seconds of a unit of it.
 
-    --cost tokens | flops | seconds.json         that cost
-    --model                                      its FLOPs
-    a record                                     the cost that the run planned with
-    nothing                                      tokens
-
 Costs become seconds by a seconds.json, which holds them, or by the rates of `--device`; else only ratios are shown.
 
 If the model is known, the cost includes what context-parallel ranks receive; optimiser, data loading and other
@@ -55,19 +50,14 @@ class Costs:
         if self.device is None:
             return None
         if self.name != "flops":
-            raise BalanceError(
-                f"--device is given and the cost is {self.name}, not FLOPs: add --model, or drop --device."
-            )
+            raise BalanceError(f"--device: the cost is {self.name}, not FLOPs: add --model, or drop it.")
         try:
             rates = [float(rate) for rate in self.device.split(",")]
         except ValueError:
             profile = find_profile(self.device)
             return profile["linear_tflops"], profile["attention_tflops"], f"{self.device}: {profile['source']}"
         if len(rates) > 2 or not all(0 < rate < float("inf") for rate in rates):
-            raise BalanceError(
-                f"--device is {self.device!r}: give the TFLOPS that one GPU reaches, LINEAR or LINEAR,ATTENTION, above "
-                "0, or the name of a profile."
-            )
+            raise BalanceError(f"--device is {self.device!r}: give TFLOPS above 0, LINEAR or LINEAR,ATTENTION.")
         return rates[0], rates[1] if len(rates) > 1 else rates[0] * self.default_rate, "--device"
 
     @property
@@ -120,10 +110,7 @@ class Costs:
             cost_model, theirs = recorded.cost_model, recorded.topology
             same_ranks = name == "flops" or ranks_of_sample(topology) == ranks_of_sample(theirs)
             if name != "tokens" and not (same_ranks and topology.ep_size == theirs.ep_size):
-                raise BalanceError(
-                    "the recorded run's costs hold for its own context-, tensor- and expert-parallel ranks, and others "
-                    "are asked about: add --model, or --cost seconds.json."
-                )
+                raise BalanceError("the record's costs hold for its own ranks: add --model, or --cost seconds.json.")
         return replace(cost_model, cp_exchange=self._exchange(topology) if topology.dynamic_cp else 0)
 
     def judging(self, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
@@ -158,11 +145,9 @@ class Costs:
         """No run has measured what context-parallel ranks receive."""
         return self.calibration is None or not self.calibration.costs.cp_exchange
 
-    def why_not_dynamic(self, topology: Topology) -> str | None:
-        """The reason why context-parallel sizes of their own are not compared where training allows them, or None."""
-        return (
-            None if self._exchange(topology) else "what context-parallel ranks would receive is not known: add --model"
-        )
+    def knows_exchange(self, topology: Topology) -> bool:
+        """What context-parallel ranks would receive is known."""
+        return self._exchange(topology) > 0
 
     def scale(self, topology: Topology) -> TimeScale:
         """From the cost that judges on these ranks to time on one pipeline stage."""
@@ -173,8 +158,8 @@ class Costs:
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
-        said = {"flops": f"FLOPs of {in_a_line(self.model)}" if self.model else "FLOPs", "seconds": "seconds of a run"}
-        text = said.get(self.name, self.name)
+        names = {"flops": f"FLOPs of {in_a_line(self.model)}" if self.model else "FLOPs", "seconds": "seconds of a run"}
+        text = names.get(self.name, self.name)
         if self.rates is not None:
             text += " at {:g} TFLOPS a GPU, attention at {:g} (r = {:g}; {})".format(
                 *self.rates[:2], self.attention_rate, self.rates[2]

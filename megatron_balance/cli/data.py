@@ -92,9 +92,8 @@ def batches_of_rows(
     if steps is None:
         steps = min(max(MAX_SAMPLES // size, 1), max(counts.size // size, 1))
     if counts.size < steps * size:
-        remedy = "lower it" if args.steps is None else "lower one of them"
         needs = f"{steps} steps of --global-batch-size {size} need {steps * size} rows"
-        raise BalanceError(f"{needs}, but there are {counts.size}: {remedy}.")
+        raise BalanceError(f"{needs}, but there are {counts.size}: lower it, or --steps.")
     objective, ends = resolve_objective("auto", topology=topology), np.concatenate([[0], np.cumsum(counts)])
     batches: list[StepRecord] = []
     for first in range(0, steps * size, size):

@@ -46,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `fit`."""
     parser.epilog = _EPILOG
     parser.add_argument("record", type=Path, metavar="RECORD", help="folder that --balance-record of a run names")
-    parser.add_argument(
-        "--out", type=output_file, default="seconds.json", metavar="FILE", help="file to write (default: seconds.json)"
-    )
+    words = "file to write (default: seconds.json)"
+    parser.add_argument("--out", type=output_file, default="seconds.json", metavar="FILE", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,29 +58,21 @@ def run(args: argparse.Namespace) -> int:
     longest = max(int(step.segments.max(initial=0)) for step in record.steps)
     costs = _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
     costs.write(args.out)
-    num_steps = np.unique(measured.steps).size
     per = costs.costs  # attoseconds
     times = (per.per_microbatch, per.linear + per.expert_linear, per.quadratic)
     launch, token, squared = (amount(attoseconds / UNITS_PER_SECOND, unit="s") for attoseconds in times)
-    say(
-        f"Fitted to {measured.seconds.size} micro-batches of {num_steps} steps: {launch} a micro-batch, {token} a "
-        f"token, {squared} a squared token."
-    )
+    say(f"Fitted to {measured.seconds.size} micro-batches: {launch} each, {token} a token, {squared} a squared token.")
     say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
         say("Warning: predicted speeds may be as much off. Record more steps, on ranks with nothing else to do.")
     if rates := _rates(fit, info=record.info):
         linear, attention = rates.values()
-        say(
-            f"A rank runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = "
-            f"{attention / linear:.2g}: --balance-attention-rate {attention / linear:.2g} without the file."
-        )
+        ratio = f"{attention / linear:.2g}"
+        say(f"A rank runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = {ratio}:")
+        say(f"--balance-attention-rate {ratio} without the file.")
     part = 1 - (per.linear + per.expert_linear) * longest / (per(longest) + per.expert_linear * longest)
     if part < TOLD_APART:
-        say(
-            f"Warning: attention is {part:.1%} of the longest sequence's time: no long samples were seen, and its rate "
-            "is not known from this record: it stays near what the run planned with."
-        )
+        say(f"Warning: no long samples were seen, and its rate is not known: attention took {part:.1%} of the longest.")
     say(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record some if you train on them.")
     say(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0
@@ -108,10 +99,7 @@ def measurements(record: RunRecord) -> Measurements:
     if len(parts) > LEAST_STEPS and parts[0].steps[0] == 1:
         parts = parts[1:]  # it allocates memory, compiles and connects
     if not parts:
-        raise BalanceError(
-            "the record has no measured micro-batch: the run ended before its first seconds were written, or it has a "
-            "virtual pipeline, whose micro-batches are not measured one by one."
-        )
+        raise BalanceError("the record has no measured micro-batch: the run was too short, or has a virtual pipeline.")
     names = [one.name for one in fields(Measurements)]
     return Measurements(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 

@@ -6,7 +6,7 @@ Invariant: an output destroys no input, and no file that is no earlier output.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +18,7 @@ from megatron_balance.mcore.setup.flags import parse_flags
 
 STANDARD_OUTPUT = Path("-")
 
-_MARKS = (b"megatron_balance", b"traceEvents")
-"""One of them is at the beginning of all that this package writes."""
+_MARKS = (b"megatron_balance", b"traceEvents")  # one begins all that this package writes
 
 
 def integer(least: int, most: int = MAX_LENGTH) -> Callable[[str], int]:
@@ -27,8 +26,7 @@ def integer(least: int, most: int = MAX_LENGTH) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
-            said = f"at least {least}" if not text.isdecimal() or int(text[:20]) < least else f"at most {most}"
-            raise argparse.ArgumentTypeError(f"is {text[:40]}: it must be an integer of {said}.")
+            raise argparse.ArgumentTypeError(f"is {text[:40]}: it must be an integer from {least} to {most}.")
         return int(text)
 
     return read
@@ -61,17 +59,13 @@ def output_file(text: str) -> Path:
 def refuse_overwriting(args: argparse.Namespace) -> None:
     """Raise where a file to write is one that the command reads, or lies in a record that it reads."""
     given = {name: value for name, value in vars(args).items() if isinstance(value, str | Path)}
-    for flag in ("json", "out", "trace"):
-        if flag in given and given[flag] != STANDARD_OUTPUT:
-            output = Path(os.path.realpath(given[flag]))
-            for name in ("lengths", "record", "cost", "model"):
-                source = Path(os.path.realpath(given.get(name, "")))
-                if name in given and (
-                    output == source or (source.is_dir() and output.parent == source and output.suffix == ".jsonl")
-                ):
-                    raise BalanceError(
-                        f"--{flag} is {str(given[flag])!r}, and {str(given[name])!r} is read: name another file."
-                    )
+    paths = {name: str(value) for name, value in given.items() if str(value) != str(STANDARD_OUTPUT)}
+    sources = {os.path.realpath(paths[name]) for name in {"lengths", "record", "cost", "model"} & paths.keys()}
+    for flag in sorted({"json", "out", "trace"} & paths.keys()):
+        output = Path(os.path.realpath(paths[flag]))
+        folder = output.parent if output.suffix == ".jsonl" else output  # files of a record
+        if sources & {str(output), str(folder)}:
+            raise BalanceError(f"--{flag} is {paths[flag]!r}, and it is read: name another file.")
 
 
 def options_of(flags: Sequence[str], *, balance: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,26 +73,28 @@ def options_of(flags: Sequence[str], *, balance: Sequence[str] = ()) -> dict[str
 
     Megatron's parser is not needed: a flag without a value is true, and so one that begins with `--no-` is false.
     """
-    given: dict[str, Any] = {}
+    given: dict[str, list[str]] = {}
     name = ""
     for word in flags:
         if word.startswith("--"):
             flag, _, value = word.partition("=")
             name = flag.removeprefix("--").replace("-", "_")
-            given[name] = _value(value) if value else True
-            if name.startswith("no_"):
-                given[name.removeprefix("no_")] = False
-        elif name:
-            value = _value(word)
-            before = given[name] if isinstance(given[name], list) else [given[name]]
-            given[name] = value if before == [True] else [*before, value]
-        else:
+            given[name] = [value] if value else []
+        elif not name:
             raise BalanceError(f"after --: {word!r} is no flag of a training script; flags begin with --.")
-    return vars(parse_flags(balance)[0]) | given
+        else:
+            given[name].append(word)
+    values = {name: _value(words) for name, words in given.items()}
+    values |= {name.removeprefix("no_"): False for name in given if name.startswith("no_")}
+    return vars(parse_flags(balance)[0]) | values
 
 
-def _value(word: str) -> int | float | str:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(word)
-    return word
+def _value(words: Sequence[str]) -> Any:
+    """What argparse makes of the words behind a flag, as far as they show it."""
+    values: list[Any] = []
+    for word in words:
+        try:
+            values.append(json.loads(word))
+        except ValueError:
+            values.append(word)
+    return (values or [True])[0] if len(values) < 2 else values

@@ -28,11 +28,8 @@ from megatron_balance.record import RunInfo, RunRecord, StepRecord
 from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
 
-WORTH = 0.01
-"""A policy must gain at least this fraction to be worth its flags."""
-
-DYNAMIC_WORTH = 0.05
-"""Dynamic CP must gain at least this fraction over the best policy at one size where bandwidths are assumed."""
+WORTH = 0.01  # a policy must gain this fraction to be worth its flags
+DYNAMIC_WORTH = 0.05  # dynamic CP over one size, where bandwidths are assumed
 
 _MEANS = (
     *("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "unavoidable_waiting"),
@@ -67,10 +64,7 @@ class PolicyResult(PolicyFigures):
         return other.time / self.time if self.time else 1.0
 
     def line(self, *, stock: PolicyResult, bounds: Sequence[int] | None = None) -> dict[str, Any]:
-        """Its figures beside those of stock, as a line of a record: means over the steps, and the least headroom.
-
-        `bounds`: costs that no plan of the steps can beat, where these are not of samples (rows of stock).
-        """
+        """Its figures beside those of stock, as a line of a record; `bounds` are those of samples, for stock rows."""
         num_tokens, per_step = sum(int(step.lengths.sum()) for step in self.steps), self.time / len(self.steps)
         info = self.setting  # the predicted time follows one imbalance
         waiting = "pipeline" if is_makespan(info.objective, topology=info.topology) else info.objective
@@ -108,8 +102,7 @@ class Question:
         costs, tokens, dynamic = self.costs, CostModel.tokens(), replace(self.topology, dynamic_cp=True)
         flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {self.limits.max_tokens_per_gpu}"
         policies = [
-            Policy("stock", "", tokens, move_samples=False),
-            Policy("packed", flags, tokens, move_samples=False),
+            Policy(name, given, tokens, move_samples=False) for name, given in (("stock", ""), ("packed", flags))
         ]
         flags += " --balance-data"
         policies.append(Policy("balance-data", flags, tokens))
@@ -124,17 +117,13 @@ class Question:
         reasons = list[str]()
         if costs.name != "tokens":
             flags += " --balance-context-parallel"
-            if reason := costs.why_not_dynamic(dynamic):
-                reasons.append(f"dynamic CP is not compared: {reason}")
+            if not costs.knows_exchange(dynamic):
+                reasons.append("dynamic CP is not compared: what its ranks would receive is not known: add --model")
             else:
                 policies.append(Policy("dynamic-cp", flags, costs.planning(costs.name, dynamic), dynamic_cp=True))
-        allowed = policies[:1]
-        for policy in policies[1:]:
-            if against := problems(self.options(policy)):
-                reasons.append(f"{policy.name} is not compared: {against[0]}")
-            else:
-                allowed.append(policy)
-        return allowed, reasons
+        against = {policy.name: problems(self.options(policy))[:1] for policy in policies[1:]}
+        reasons += [f"{name} is not compared: {problem}" for name, refusals in against.items() for problem in refusals]
+        return [policy for policy in policies if not against.get(policy.name)], reasons
 
     def options(self, policy: Policy) -> dict[str, Any]:
         """The options of a run under a policy, as far as they are known."""
@@ -201,16 +190,8 @@ class Question:
         return PolicyResult(judged, self.costs.scale(topology), policy=policy, setting=setting)
 
 
-def measured_outside(record: RunRecord) -> float | None:
-    """The part of recorded steps that ranks waited for plans and samples; None where nothing was measured."""
-    measured = [step for step in record.steps if step.is_measured]
-    waits = sum(step.exposed_seconds for step in measured)
-    busiest = sum(float(step.seconds.sum(axis=1).max()) for step in measured)
-    return waits / (waits + busiest) if busiest else None
-
-
 def recommend(
-    results: Sequence[PolicyResult], *, question: Question, outside: float | None = None
+    results: Sequence[PolicyResult], *, question: Question, record: RunRecord | None = None
 ) -> tuple[PolicyResult, list[str]]:
     """Choose a policy, and say why. `results`: stock first, then by rising number of flags."""
     worth = DYNAMIC_WORTH if question.costs.assumes_bandwidth else WORTH
@@ -220,8 +201,7 @@ def recommend(
     dynamic = next((result for result in results if result.policy.dynamic_cp), None)
     if dynamic is not None and dynamic.time < best.time * (1 - worth):
         chosen = dynamic
-    reasons = _reasons(chosen, results=results, best=best, question=question, outside=outside)
-    return chosen, list(reasons)
+    return chosen, list(_reasons(chosen, results=results, best=best, question=question, record=record))
 
 
 def _reasons(
@@ -230,7 +210,7 @@ def _reasons(
     results: Sequence[PolicyResult],
     best: PolicyResult,
     question: Question,
-    outside: float | None,
+    record: RunRecord | None,
 ) -> Iterator[str]:
     """The advice in sentences."""
     stock, packed = results[0], next((result for result in results if result.policy.name == "packed"), results[0])
@@ -238,9 +218,12 @@ def _reasons(
         yield f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
     else:
         against = "" if chosen is packed else f", {chosen.speedup(packed):.2f}x that of packing alone"
+        measured = [step for step in record.steps if step.is_measured] if record is not None else []
+        waits = sum(step.exposed_seconds for step in measured)
+        total = waits + sum(float(step.seconds.sum(axis=1).max()) for step in measured)
         share = "an unknown time"
-        if outside is not None:
-            share = f"at least {outside:.1%} of the time (measured: plans and samples; the optimizer is in no record)"
+        if total:
+            share = f"at least {waits / total:.1%} of the time (measured: plans and samples, without the optimizer)"
         yield (
             f"At most {chosen.speedup(stock):.2f}x the speed of stock{against}, in forward and backward passes. Beside "
             f"them a step spends {share}."
@@ -248,15 +231,14 @@ def _reasons(
         yield question.command(chosen.policy)
         yield "or --balance in place of the last flags: it takes what is safe for the run."
     unavoidable = best.mean("unavoidable_waiting")
-    waits = (
-        f"At this context-parallel size GPUs wait {unavoidable:.0%} of the time or more, whatever the plan: a sample"
-    )
-    waits += " costs more than a rank's share"
+    if unavoidable > WORTH:
+        remedy = "" if chosen.policy.dynamic_cp else ". Take more samples a step, or cut it"
+        yield (
+            f"At this context-parallel size GPUs wait {unavoidable:.0%} of the time or more, whatever the plan: a "
+            f"sample costs more than a rank's share{remedy}."
+        )
     if chosen.policy.dynamic_cp:
-        why = f"{waits}. " if unavoidable > WORTH else ""
-        yield f"{why}Context-parallel sizes of their own are {chosen.speedup(best):.2f}x as fast as {best.policy.name}."
-    elif unavoidable > WORTH:
-        yield f"{waits}. Take more samples a step, or cut it."
+        yield f"Context-parallel sizes of their own are {chosen.speedup(best):.2f}x as fast as {best.policy.name}."
     num_ranks = chosen.setting.topology.dynamic_cp_sizes[-1]  # that may share a sequence
     at_most = chosen.setting.topology.at_cp_size(num_ranks)
     lengths = np.concatenate([step.segments for step in packed.steps])

@@ -31,12 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `report`."""
     parser.epilog = _EPILOG
     parser.add_argument("record", type=Path, metavar="RUN", help="folder of a record, or file of compare --json")
-    parser.add_argument(
-        "--out", type=output_file, default="report.html", metavar="FILE", help="the page (default: report.html)"
-    )
-    parser.add_argument(
-        "--trace", type=output_file, metavar="FILE", help="write the steps as a Chrome/Perfetto trace as well"
-    )
+    words = "the page (default: report.html)"
+    parser.add_argument("--out", type=output_file, default="report.html", metavar="FILE", help=words)
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="also write a Chrome/Perfetto trace")
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of a GPU: adds the MFU of a run by FLOPs")
 
 
@@ -48,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     figures = run_figures(read_record(args.record))
     write_page(figures, out=args.out, peak=args.peak)
-    size = args.out.stat().st_size / 1e6
-    say(f"{args.out}: {len(figures.record.steps)} steps, {size:.1f} MB. Open it in a browser.")
+    say(f"{args.out}: {len(figures.record.steps)} steps. Open it in a browser.")
     if args.trace is not None:
         write_trace(figures, out=args.trace)
-        say(f"{args.trace}: {args.trace.stat().st_size / 1e6:.1f} MB. Open it at ui.perfetto.dev.")
+        say(f"{args.trace}: open it at ui.perfetto.dev.")
     return 0

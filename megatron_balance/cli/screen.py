@@ -26,12 +26,10 @@ def in_a_line(text: str, *, most: int = 400) -> str:
 
 def _rich(stream: TextIO) -> Any:
     """A console of rich on a terminal, where it is installed, else None."""
-    if not (stream.isatty() or os.environ.get("FORCE_COLOR")):
-        return None
-    try:
-        return importlib.import_module("rich.console").Console(file=stream)
-    except ImportError:
-        return None
+    with contextlib.suppress(ImportError):
+        if stream.isatty() or os.environ.get("FORCE_COLOR"):
+            return importlib.import_module("rich.console").Console(file=stream)
+    return None
 
 
 def say(text: object = "", *, style: str = "") -> None:
@@ -56,15 +54,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, str
 
 @contextlib.contextmanager
 def progress(words: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A function that shows on a terminal how far long work is; it leaves nothing behind."""
-    stream = sys.stderr
-    console = _rich(stream)
-    if console is not None:
-        bars = importlib.import_module("rich.progress").Progress(console=console, transient=True)
-        with bars:
-            task = bars.add_task(words, total=total)
-            yield lambda done: bars.update(task, completed=done, description=f"{words}: {done}")
-    else:
-        shown = f"\r{words}: {{}}" if stream.isatty() else ""
-        yield lambda done: print(shown.format(done), end="", file=stream, flush=True)
-        print("\r\033[K" if shown else "", end="", file=stream, flush=True)
+    """A function that shows with rich on a terminal how far long work is; it leaves nothing behind."""
+    console = _rich(sys.stderr)
+    if console is None:
+        yield lambda done: None
+        return
+    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bars:
+        task = bars.add_task(words, total=total)
+        yield lambda done: bars.update(task, completed=done, description=f"{words}: {done}")

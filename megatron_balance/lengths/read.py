@@ -1,14 +1,12 @@
 """Reads sample lengths from a file, block by block, and no further than asked: a file may be larger than memory.
 
-A length is the number of tokens of one sample. Files keep their order: it is the order in which the samples would be
-trained on. Every reader yields blocks of raw values with the place each came from; one check then turns them into
-int64, so that a wrong value is named by file, line and value in every format.
+Every reader yields blocks of raw values, in the order of training, with the place each came from; one check then turns
+them into int64, so that a wrong value is named by file, line and value in every format.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import importlib
 import json
@@ -18,7 +16,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -85,9 +83,9 @@ def read_rows(
 
     Args:
         path: an `.npy` array; an `.npz` archive; `.jsonl` with a line for each row: a number, an object, or a list of
-            the lengths packed into it; `.csv` with or without a header; `.txt` with one number a line; each of these
-            but `.npz` also with `.gz`; `.parquet` (needs pyarrow); the `.idx` of a Megatron data set, or its path
-            without suffix, whose sequences are the documents of GPTDataset; `-`, the lines of the standard input.
+            the lengths packed into it; `.txt` with one number a line; each of these but `.npz` also with `.gz`;
+            `.parquet` (needs pyarrow); the `.idx` of a Megatron data set, or its path without suffix, whose sequences
+            are the documents of GPTDataset; `-`, the lines of the standard input.
         key: array, column or JSON field that holds the lengths, or lists of tokens that are counted. Without it
             `length`, `num_tokens` or `input_ids` is taken, or the only array or column there is.
         most: rows to read; None for all of them, at most `MAX_LENGTHS`.
@@ -102,9 +100,7 @@ def read_rows(
     packed = file.suffix.lower() == ".gz"
     suffix = ".jsonl" if str(file) == "-" else Path(file.stem if packed else file.name).suffix.lower()
     if suffix not in _READERS or (packed and suffix in _SEEKING):
-        raise BalanceError(
-            f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}, or the prefix of an .idx."
-        )
+        raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
     if key is not None and suffix in (".npy", ".txt", ".idx"):
         raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
     reader, what = _READERS[suffix]
@@ -122,7 +118,7 @@ def read_rows(
         raise BalanceError(f"{file} cannot be read: {reason}; give a file of lengths, or synthetic:NAME.") from error
 
 
-_WRONG_CONTENT = (ValueError, EOFError, MemoryError, RuntimeError, SyntaxError, csv.Error, zlib.error, struct.error)
+_WRONG_CONTENT = (ValueError, LookupError, EOFError, MemoryError, RuntimeError, SyntaxError, zlib.error, struct.error)
 
 
 def _collected(file: Path, blocks: Iterator[_Block], *, most: int | None, progress: Progress | None) -> Rows:
@@ -139,10 +135,7 @@ def _collected(file: Path, blocks: Iterator[_Block], *, most: int | None, progre
         counts.append(of_rows)
         total += of_rows.size
         if max(total, sum(map(len, parts[-1:]))) > MAX_LENGTHS:
-            raise BalanceError(
-                f"{file} holds more than {MAX_LENGTHS} lengths: leave out --shuffle, so that the first are read, or "
-                "give a part of them."
-            )
+            raise BalanceError(f"{file} holds more than {MAX_LENGTHS} lengths: leave out --shuffle, or give a part.")
         if progress is not None:
             progress(total)
         if total == most:
@@ -178,11 +171,10 @@ def _checked(file: Path, block: _Block) -> NDArray[np.int64]:
 
 
 def _number(value: object) -> float:
-    """A value of a text file; NaN where it is no number."""
-    try:
+    """A value of a text; NaN where it is no number."""
+    with contextlib.suppress(OverflowError, TypeError, ValueError):
         return math.nan if isinstance(value, bool) else float(cast("Any", value))
-    except (OverflowError, TypeError, ValueError):
-        return math.nan
+    return math.nan
 
 
 def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
@@ -191,20 +183,17 @@ def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> 
     if key is not None and key not in names:
         raise BalanceError(f"{where} has no {what} {key!r} (--key); it has {listed}.")
     wanted = DEFAULT_KEYS if key is None else (key,)
-    found = [name for name in wanted if name in names] or (list(names) if len(names) == 1 and what != "field" else [])
-    if not found:
+    chosen = [name for name in wanted if name in names] or (list(names) if len(names) == 1 and what != "field" else [])
+    if not chosen:
         missing = " or ".join(map(repr, DEFAULT_KEYS))
-        raise BalanceError(
-            f"{where} has no {what} {missing}, but {len(names)} {what}s: {listed}; name the lengths with --key."
-        )
-    return found[0]
+        raise BalanceError(f"{where} has no {what} {missing}, but {listed}; name the lengths with --key.")
+    return chosen[0]
 
 
 def _read_npy(file: Path, stream: BinaryIO, _: str | None, where: str = "index {}") -> Iterator[_Block]:
-    # Read block by block, an array takes no memory for what its header claims; pickled objects, which can run code,
-    # are refused.
+    # By blocks no memory is taken for what the header claims; pickled objects, which can run code, are refused.
     header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, _order, dtype = header.get(np.lib.format.read_magic(stream), _refuse_header)(stream)
+    shape, _order, dtype = header[np.lib.format.read_magic(stream)](stream)
     if dtype.kind not in "iuf" or len(shape) > 1:
         raise BalanceError(f"{file} holds {dtype} values of shape {list(shape)}; lengths are integers, [num_samples].")
     left, first = math.prod(shape), 0
@@ -215,10 +204,6 @@ def _read_npy(file: Path, stream: BinaryIO, _: str | None, where: str = "index {
             raise ValueError(f"it holds {first + values.size} values, and its header claims {math.prod(shape)}")
         yield _Block(values, lambda index, first=first: where.format(first + index))
         left, first = left - count, first + count
-
-
-def _refuse_header(_: BinaryIO) -> Any:
-    raise ValueError("its header is of another version than 1.0 and 2.0")
 
 
 def _read_npz(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
@@ -246,41 +231,31 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, list[str]]]:
         number += len(lines)
 
 
-def _read_txt(_: Path, stream: BinaryIO, __: str | None) -> Iterator[_Block]:
-    for number, lines in _lines(stream):
-        filled = [at for at, line in enumerate(lines) if line.strip()]
-        values: list[object] = [lines[at].strip() for at in filled]
-        with contextlib.suppress(ValueError):  # the check names the line
-            values = list(map(int, cast("list[str]", values)))
-        yield _Block(values, lambda row, number=number, filled=filled: f"line {number + filled[row]}")
-
-
 def _read_jsonl(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
     for number, lines in _lines(stream):
         numbers = [number + at for at, line in enumerate(lines) if line.strip()]
         filled = [lines[at - number] for at in numbers]
-        try:
-            rows: list[object] = json.loads(f"[{','.join(filled)}]")
-        except (ValueError, RecursionError):
-            rows = []
+        rows: list[object] = []
+        with contextlib.suppress(ValueError, RecursionError):  # at once, which is faster
+            rows = json.loads(f"[{','.join(filled)}]")
         if len(rows) != len(filled):
             rows = [_json_of(line, f"{file}, line {at}") for at, line in zip(numbers, filled, strict=True)]
-        values: list[object] = []
-        counts: list[int] = []
-        for at, row in zip(numbers, rows, strict=True):
-            of_row: object = row
-            if isinstance(row, dict):
-                fields = cast("dict[str, object]", row)
-                name = key or next((name for name in DEFAULT_KEYS if name in fields), "")
-                if name not in fields:
-                    name = _choose(list(fields), where=f"{file}, line {at}", key=key, what="field")
-                of_row = fields[name]
-                if isinstance(of_row, list) and name not in DEFAULT_KEYS[:2]:
-                    of_row = len(cast("list[object]", of_row))  # tokens
-            lengths = cast("list[object]", of_row) if isinstance(of_row, list) else [of_row]
-            values += lengths
-            counts.append(len(lengths))
-        yield _Block(values, lambda row, numbers=numbers: f"line {numbers[row]}", counts)
+        lists = [_lengths_of(row, f"{file}, line {at}", key) for at, row in zip(numbers, rows, strict=True)]
+        values = list(chain.from_iterable(lists))
+        yield _Block(values, lambda row, numbers=numbers: f"line {numbers[row]}", list(map(len, lists)))
+
+
+def _lengths_of(row: object, where: str, key: str | None) -> list[object]:
+    """Those of a row: a number, a list of them, or an object with either, or with tokens."""
+    if isinstance(row, dict):
+        fields = cast("dict[str, object]", row)
+        name = key or next((name for name in DEFAULT_KEYS if name in fields), "")
+        if name not in fields:
+            name = _choose(list(fields), where=where, key=key, what="field")
+        row = fields[name]
+        if isinstance(row, list) and name not in DEFAULT_KEYS[:2]:
+            return [len(cast("list[object]", row))]
+    return cast("list[object]", row) if isinstance(row, list) else [row]
 
 
 def _json_of(line: str, where: str) -> object:
@@ -288,24 +263,6 @@ def _json_of(line: str, where: str) -> object:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BalanceError(f"{where} is not JSON: {error}. Write one value a line.") from error
-
-
-def _read_csv(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
-    lines = chain.from_iterable(block for _, block in _lines(stream))
-    rows = csv.reader(line + "\n" for line in lines)
-    numbered = ((rows.line_num, row) for row in rows if any(cell.strip() for cell in row))
-    number, first = next(numbered, (0, []))
-    names, column = [cell.strip() for cell in first], 0
-    # A header is a first row that holds a name: "12" and "-3.5" and "nan" are values, if not lengths.
-    if any(math.isnan(_number(cell)) and cell.lower() != "nan" for cell in names):
-        column = names.index(_choose(names, where=str(file), key=key, what="column"))
-    elif key is not None or len(first) > 1:
-        raise BalanceError(f"{file} has {len(first)} columns and no header line; add one that names `length`.")
-    else:
-        numbered = chain([(number, first)] * bool(first), numbered)
-    while block := list(islice(numbered, _BLOCK)):
-        cells = ["".join(row[column : column + 1]).strip() or "missing" for _, row in block]
-        yield _Block(cells, lambda index, block=block: f"line {block[index][0]}")
 
 
 def _read_parquet(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
@@ -331,11 +288,7 @@ _IDX_HEADER = struct.Struct("<9sQBQQ")
 
 
 def _read_idx(file: Path, stream: BinaryIO, _: str | None) -> Iterator[_Block]:
-    """Tokens of each sequence, from the index of `megatron.core.datasets.indexed_dataset`.
-
-    After the header: int32 tokens of every sequence, int64 places of them in the `.bin`, and int64 bounds of documents,
-    in sequences. GPTDataset joins sequences, and masks attention between them.
-    """
+    """Tokens of each sequence: int32 behind the header, then int64 places in the `.bin`, and bounds of documents."""
     header = stream.read(_IDX_HEADER.size)
     if not header.startswith(b"MMIDIDX\0\0"):
         raise BalanceError(f"{file} is not the index of a Megatron data set: it does not begin with MMIDIDX.")
@@ -351,8 +304,7 @@ _READERS: dict[str, tuple[Callable[[Path, BinaryIO, str | None], Iterator[_Block
     ".npy": (_read_npy, "an .npy array of integers, as numpy writes it"),
     ".npz": (_read_npz, "an .npz archive of integers, as numpy writes it"),
     ".jsonl": (_read_jsonl, "UTF-8 text"),
-    ".csv": (_read_csv, "UTF-8 text of comma-separated values"),
-    ".txt": (_read_txt, "UTF-8 text of a number a line"),
+    ".txt": (_read_jsonl, "UTF-8 text"),
     ".parquet": (_read_parquet, "a parquet file"),
     ".idx": (_read_idx, "an index"),
 }

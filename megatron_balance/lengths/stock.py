@@ -1,14 +1,7 @@
 """Megatron's stock rows: what its data sets make of lengths, and how a stock run computes them.
 
-| kind | data set | a row is |
-|---|---|---|
-| documents | GPTDataset | joined documents, cut at `--seq-length`; attention reaches over all of them |
-| masked-documents | GPTDataset with `--dataloader-inter-document-masking` | the same, attention within each document |
-| padded | SFTDataset (`--sft`) | a conversation, filled up to `--seq-length`; what is longer is cut |
-| packed | SFTDataset | several conversations, filled up likewise |
-| samples | a loop of your own | a sample as it is |
-
-The filler of a row counts as part of its last sequence, as in `cu_seqlens` of SFTDataset, and costs attention.
+Documents are those of GPTDataset, padded and packed rows those of SFTDataset, samples those of a loop of your own. The
+filler of a row counts as part of its last sequence, as in `cu_seqlens` of SFTDataset, and costs attention.
 """
 
 from __future__ import annotations
@@ -34,10 +27,7 @@ MEGATRON_SEED = 1234
 
 
 class StockRows(NamedTuple):
-    """Rows of a stock run: the sequences that are samples once balanced, and the tokens that stock fills a row up to.
-
-    `num_cut` rows were longer than `--seq-length`.
-    """
+    """Rows of a stock run, the tokens that stock fills a row up to, and how many rows it has cut."""
 
     rows: Rows
     row_tokens: int | None = None
@@ -47,31 +37,22 @@ class StockRows(NamedTuple):
 def stock_rows(
     rows: Rows, *, kind: str, seq_length: int, seed: int = MEGATRON_SEED, most: int, multiple: int = 1
 ) -> StockRows:
-    """The first `most` rows of a stock run, in the order of training. `rows`: a file's, of documents all of them.
-
-    Filled rows pad each sample to a `multiple` of tokens, for context parallelism.
-    """
-    if kind in ("documents", "masked-documents"):
-        return StockRows(
-            _joined(rows, seq_length=seq_length, seed=seed, most=most, masked=kind != "documents"), seq_length
-        )
-    return _filled(rows, seq_length=seq_length, multiple=multiple)
+    """The first `most` rows of a stock run, in its order; filled ones pad samples to a `multiple` of tokens, for CP."""
+    if kind not in ("documents", "masked-documents"):
+        return _filled(rows, seq_length=seq_length, multiple=multiple)
+    joined = _joined(rows, seq_length=seq_length, seed=seed, most=most, masked=kind != "documents")
+    return StockRows(joined, seq_length)
 
 
 def _joined(rows: Rows, *, seq_length: int, seed: int, most: int, masked: bool) -> Rows:
-    """Rows of an epoch of GPTDataset: documents in the order of the seed, then rows in its order.
-
-    A row takes `seq_length` tokens and looks at one more, its last label.
-    """
+    """Rows of an epoch of GPTDataset: documents in the order of the seed, then rows; each looks at one token more."""
     generator = np.random.RandomState(seed)
     order = np.arange(rows.lengths.size, dtype=np.int32)
     generator.shuffle(order)
     ends = np.cumsum(rows.lengths[order])
     num_rows = max(int(ends[-1]) - 1, 0) // seq_length
     if not num_rows:
-        raise BalanceError(
-            f"the documents have {ends[-1]} tokens: one row of --seq-length {seq_length} needs one more."
-        )
+        raise BalanceError(f"the documents have {ends[-1]} tokens: a row of --seq-length {seq_length} needs one more.")
     of_rows = np.arange(num_rows, dtype=np.uint32)
     generator.shuffle(of_rows)
     starts = of_rows[:most].astype(np.int64) * seq_length

@@ -20,7 +20,6 @@ from megatron_balance.lengths.read import MAX_LENGTHS
 _BLOCK = 4096
 """Candidates drawn at a time: fixed, so that the first samples do not depend on num_samples."""
 
-
 SYNTHETIC_LENGTHS: dict[str, dict[str, Any]] = json.loads(
     (files(__package__) / "synthetic.json").read_text(encoding="utf-8")
 )
