@@ -79,7 +79,7 @@ def _said(verdict: Verdict) -> list[str]:
 def _runner(tree: Path) -> speed.Runner:
     folder = tree.parent / "speed"
     shutil.rmtree(folder, ignore_errors=True)
-    data = write_data(folder / "data", seq_length=speed.SEQ_LENGTH, whole=True)
+    data = write_data(folder / "data", seq_length=speed.SEQ_LENGTH, whole=True, in_a_row=(1,))
 
     def run(flags: Sequence[str]) -> Recorded:
         script = {"TRAINING_SCRIPT": str(tree / "pretrain_gpt.py")}
@@ -95,7 +95,7 @@ def _stocks(tree: Path) -> dict[str, Any]:
     folder = tree.parent / "stocks"
     shutil.rmtree(folder, ignore_errors=True)
     data = {
-        kind: write_data(folder / "data" / kind, seq_length=stocks.SEQ_LENGTH, in_a_row=in_a_row)
+        kind: write_data(folder / "data" / kind, seq_length=stocks.SEQ_LENGTH, whole=True, in_a_row=in_a_row)
         for kind, in_a_row in stocks.KINDS.items()
     }
 

@@ -47,7 +47,7 @@ class PretrainData:
 def write_data(
     folder: Path, *, seq_length: int, whole: bool = False, in_a_row: Sequence[int] = CONVERSATIONS_IN_A_ROW
 ) -> PretrainData:
-    """Write all data of a check into a folder; megatron.core must be importable. Whole samples have rows of their own.
+    """Write all data of a check into a folder; megatron.core must be importable. Samples are cut, or `whole`.
 
     `lengths.jsonl` has the tokens of every conversation, a row a line.
     """
@@ -55,7 +55,7 @@ def write_data(
     paths = (folder / name for name in ("conversations.jsonl", "tokenizer", "documents", "padded", "full"))
     data = PretrainData(*paths)
     samples = _samples(whole=whole)
-    _write_conversations(data.conversations, samples=samples, in_a_row=(1,) if whole else in_a_row)
+    _write_conversations(data.conversations, samples=samples, in_a_row=in_a_row)
     _write_tokenizer(data.tokenizer)
     documents = [[*sample.prompt, *sample.response, END_OF_DOCUMENT] for sample in samples]
     _write_documents(data.documents, documents)

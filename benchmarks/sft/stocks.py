@@ -23,9 +23,9 @@ from megatron_balance.cli import main
 
 NUM_RUNS = 5
 NUM_RANKS = 2
-NUM_STEPS = 6
-SEQ_LENGTH = 1024
-GLOBAL_BATCH_SIZE = 16
+NUM_STEPS = 5
+SEQ_LENGTH = 4096
+GLOBAL_BATCH_SIZE = 8
 SEED = 5
 
 MODEL_FLAGS = (
