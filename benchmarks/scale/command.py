@@ -154,13 +154,16 @@ clock, the least of {ALONE_STEPS - 1} steps.
 
 def _of_sequences(figures: Mapping[str, Any]) -> str:
     times = [SequenceTime(**figures) for figures in figures["sequences"]]
-    rows = [(f"{t.num_sequences:,}", f"{t.num_tokens:,}", f"{t.cpu_ms:.1f}", f"{t.of_each:.4f}") for t in times]
+    rows = [
+        (f"{t.num_sequences:,}", f"{t.num_tokens:,}", f"{t.cpu_ms:.1f}", f"{t.exchange_cpu_ms:.1f}", f"{t.of_each:.4f}")
+        for t in times
+    ]
     return f"""### Sequences of a rank
 
 CPU milliseconds of the thread that prepares a step, messages left out, where a rank loads so many sequences in packed
-rows; one of 8 data-parallel ranks, which sends some to the others.
+rows; one of 8 data-parallel ranks, which sends some to the others: cutting their bytes and views is the exchange.
 
-{table("sequences | tokens | CPU ms | of each", rows, align="r" * 4)}"""
+{table("sequences | tokens | CPU ms | of these the exchange | of each, without it", rows, align="r" * 5)}"""
 
 
 def _milliseconds(seconds: float) -> str:

@@ -23,7 +23,8 @@ STAGES = {
 }
 """Stage → where its function is looked up."""
 
-_WHOLE = ("make",)
+_WHOLES = {"all": (StepPlanner, "make"), "reroute": (planner, "rerouted")}
+"""Stages that hold others."""
 
 
 class StageTimes:
@@ -37,7 +38,7 @@ class StageTimes:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Time all steps that are prepared meanwhile."""
-        places = [*STAGES.items(), *(("all", (StepPlanner, name)) for name in _WHOLE)]
+        places = [*STAGES.items(), *_WHOLES.items()]
         stock = [(owner, name, getattr(owner, name)) for _, (owner, name) in places]
         for (stage, _), (owner, name, function) in zip(places, stock, strict=True):
             setattr(owner, name, self._timed(stage, function))

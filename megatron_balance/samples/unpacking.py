@@ -7,6 +7,7 @@ becomes a sample of its true length: attention is causal, so that no real token 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,9 @@ def split_packed(batch: Mapping[str, Any]) -> Samples:
         if not ragged:
             stops = _without_tails(tokens.flatten().numpy(), has_loss, starts=starts, stops=stops)
     bounds = np.column_stack([starts, stops]).ravel()
-    sizes: list[int] = np.diff(bounds, prepend=0, append=tokens.numel()).tolist()
+    sizes = np.diff(bounds, prepend=0, append=tokens.numel())
+    pieces = sizes.nonzero()[0]  # a view takes a microsecond: none of the gaps between sequences that follow at once
+    piece_sizes: list[int] = sizes[pieces].tolist()
     keys: list[KeySpec] = []
     columns: dict[str, Sequence[Tensor]] = {}
     for name, tensor in tensors.items():
@@ -74,7 +77,7 @@ def split_packed(batch: Mapping[str, Any]) -> Samples:
         if name in ragged:
             kind, columns[name] = "ragged", _entries(name, tensors, num_sequences=num_samples)
         elif tensor.shape[:2] == tokens.shape:
-            kind, columns[name] = "per_token", tensor.flatten(0, 1).split(sizes)[1::2]
+            kind, columns[name] = "per_token", [*compress(tensor.flatten(0, 1).split(piece_sizes), pieces % 2)]
         elif tensor.dim() and len(tensor) == len(tokens):
             values = tensor.unbind()
             columns[name] = [values[row] for row in rows.tolist()]
