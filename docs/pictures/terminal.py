@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Terminal(Console):
 def picture() -> str:
     """The terminal after the command; the milliseconds of a plan are those of this machine."""
     console = Terminal(record=True, width=126, file=io.StringIO(), force_terminal=True)
-    screen._rich = lambda _: console  # all that is printed goes to it
+    screen._rich = lambda stream: console if stream is sys.stdout else None  # a bar would stay in the picture
     console.print(f"$ megatron-balance {COMMAND}", style="bold cyan", highlight=False)
     assert main(COMMAND.split()) == 0
     svg = console.export_svg(title="megatron-balance compare", clear=False)
