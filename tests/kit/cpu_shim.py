@@ -45,8 +45,13 @@ def patch_megatron() -> None:
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.utils as core_utils
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.tensor_parallel import inference_layers
     from thd_attention import thd_get_partitioned_indices
 
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        # Mocks without Transformer Engine, and 0.20 asks isinstance of them where it makes a prediction depth.
+        if not isinstance(getattr(inference_layers, name), type):
+            setattr(inference_layers, name, type(name, (), {}))
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         # The wheel ships the compiled helpers but no Makefile to build them again.
         dataset_utils.compile_helpers = lambda: None
