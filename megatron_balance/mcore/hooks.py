@@ -156,6 +156,14 @@ def _log_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> A
     return log(*given.args, **given.kwargs)
 
 
+def _log_prediction_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
+    """Megatron's dev branch divides sums over tokens by tokens, whatever micro-batches ran."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    of_tokens = "loss_sums" in MTPLossLoggingHelper.tracker
+    return log(*positional, **keywords) if of_tokens else _log_losses(run, log, *positional, **keywords)
+
+
 def _record(run: Run, record: Function, tracker: Any, name: str, value: Any, *rest: Any, **groups: Any) -> Any:
     if run.context is not None:
         value, groups = run.context.recorded(value, groups)
@@ -245,7 +253,7 @@ HOOKS = (
         parameters=("loss_scale",),
         wrap=_while_balancing(_log_losses),
         why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
-        until="Megatron's log takes the number of micro-batches that ran, as on its dev branch",
+        until="Megatron's log takes the number of micro-batches that ran, as its dev branch does of its own schedulers",
         needed="num_experts",
         first=(0, 18),
     ),
@@ -261,9 +269,9 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
         parameters=("loss_scale",),
-        wrap=_while_balancing(_log_losses),
+        wrap=_while_balancing(_log_prediction_losses),
         why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
-        until="Megatron's log takes the number of micro-batches that ran, as on its dev branch",
+        until="a release divides sums over tokens by tokens, as Megatron's dev branch does",
         needed="mtp_num_layers",
     ),
     Hook(
