@@ -16,9 +16,6 @@ from megatron_balance.planner import OBJECTIVES
 ALL_RANKS = "all"
 """`--balance-context-parallel` without a limit."""
 
-OFF = "off"
-"""`--balance-context-parallel off`: the run's own size in every micro-batch, also under `--balance`."""
-
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags, and check them right after parsing. Use as Megatron's `extra_args_provider`.
@@ -76,11 +73,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--balance-context-parallel",
         nargs="?",
-        type=_word_or_number(ALL_RANKS, OFF, is_one=lambda n: n.bit_count() == 1, says="no power of two, nor off"),
+        type=_word_or_number(ALL_RANKS, is_one=lambda n: n.bit_count() == 1, says="no power of two"),
         const=ALL_RANKS,
         metavar="SIZE",
         help="Give each micro-batch a context-parallel size of its own, a power of two up to SIZE or all data- and "
-        "context-parallel ranks; off keeps --context-parallel-size also under --balance.",
+        "context-parallel ranks.",
     )
     add(
         "--balance-by-flops",
@@ -192,8 +189,6 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     """
     choices: list[str] = []
     flags.balance_choices = choices
-    if flags.balance_context_parallel == OFF:
-        flags.balance_context_parallel = None
     if not flags.balance:
         return
     known = set(_against(options))
