@@ -120,7 +120,8 @@ class BalancedForwardBackward:
                 following = None if last else f"iteration {iteration + 1}"
                 return self._step(self._training, schedule, arguments, following=following)
             if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
-                return schedule(**arguments)
+                with self._with_args(sft=self._is_sft):
+                    return schedule(**arguments)
             self._eval_steps_left -= 1
             following = f"evaluation after iteration {iteration}" if self._eval_steps_left else None
             with self._with_args(sft=self._is_sft):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -182,13 +183,22 @@ def dummies() -> list[int]:
     return [pack["tokens"].numel() for pack in packs if not pack["loss_mask"].any()]
 
 
-def evaluated(*, collects: bool) -> list[int]:
-    """Tokens of each micro-batch of an evaluation step of two items, which is balanced."""
+def evaluated(*, collects: bool) -> tuple[list[int], list[bool]]:
+    """Tokens of each micro-batch of a balanced evaluation of two items, and `--sft` as its steps see it."""
     balanced()
     flags = ["--max-tokens-per-gpu", "16", "--no-balance-data", "--no-balance-by-flops"]
     cost = CostModel(linear=10, quadratic=1)
     run: Any = run_of_model(Model(), flags=flags, cost=cost, eval_iters=1, distributed_timeout_minutes=2)
+    args = Namespace(sft=True, iteration=0, curr_iteration=0)
+    run._args, run._is_sft = args, True
     ran: list[Any] = []
+    seen: list[bool] = []
+
+    def schedule(**given: Any) -> list[Any]:
+        seen.append(args.sft)
+        ran.extend(stock_schedule(**given))
+        return []
+
     words: dict[str, Any] = {
         "forward_only": True,
         "model": [Model()],
@@ -196,13 +206,13 @@ def evaluated(*, collects: bool) -> list[int]:
     }
     with run.evaluating(1):
         run(
-            lambda **given: ran.extend(stock_schedule(**given)) or [],
+            schedule,
             data_iterator=Items(0),
             num_microbatches=NUM_ITEMS,
             collect_non_loss_data=collects,
             **words,
         )
-    return [microbatch["tokens"].numel() for microbatch in ran]
+    return [microbatch["tokens"].numel() for microbatch in ran], seen
 
 
 def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:

@@ -104,5 +104,5 @@ def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases: Any, 
 
 
 def test_data_that_are_no_loss_are_collected_from_megatrons_own_micro_batches(run_cases: Any) -> None:
-    assert run_cases(1, "evaluated", collects=False) == [[length_of(0) + length_of(1)]]
-    assert run_cases(1, "evaluated", collects=True) == [[length_of(0), length_of(1)]]
+    assert run_cases(1, "evaluated", collects=False) == [([length_of(0) + length_of(1)], [True])]
+    assert run_cases(1, "evaluated", collects=True) == [([length_of(0), length_of(1)], [True])]
