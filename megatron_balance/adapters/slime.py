@@ -214,6 +214,8 @@ def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topolog
         vpp_size=vpp_size,
         microbatch_multiple=train_parallel_config["microbatch_group_size_per_vp_stage"] if vpp_size > 1 else 1,
         fully_sharded=bool(getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False)),
+        # All data-parallel ranks reduce a number in every micro-batch.
+        reduces_in_microbatches=bool(getattr(args, "fp8", None)) and getattr(args, "fp8_recipe", "") == "delayed",
     )
 
 
