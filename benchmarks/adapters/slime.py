@@ -11,6 +11,7 @@ import argparse
 import functools
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,10 +91,12 @@ def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
 
         found["slime --balance-by-flops"] = build_dp_schedule
 
-    ours = functools.partial(functools.partial, balanced_dp_schedule, _never)
-    found["adapter"] = ours(SlimeOptions())
-    found["adapter, objective=microbatch"] = ours(SlimeOptions(objective="microbatch"))
-    found["adapter, cost=tokens"] = ours(SlimeOptions(cost="tokens"))
+    def adapter(options: SlimeOptions) -> BuildSchedule:
+        return functools.partial(balanced_dp_schedule, _never, options, Counter[str]())
+
+    found["adapter"] = adapter(SlimeOptions())
+    found["adapter, objective=microbatch"] = adapter(SlimeOptions(objective="microbatch"))
+    found["adapter, cost=tokens"] = adapter(SlimeOptions(cost="tokens"))
     return found
 
 

@@ -51,7 +51,10 @@ def trainer_of(*, minibatch_rows: int) -> SimpleNamespace:
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
     group = SimpleNamespace(_dispatch_info={"actor": list(range(DP_SIZE))})
     return SimpleNamespace(
-        config=SimpleNamespace(actor_rollout_ref=role), actor_rollout_wg=group, _get_dp_size=lambda *_: DP_SIZE
+        config=SimpleNamespace(actor_rollout_ref=role),
+        use_critic=False,
+        actor_rollout_wg=group,
+        _get_dp_size=lambda *_: DP_SIZE,
     )
 
 
