@@ -29,7 +29,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils import seqlen_balancing
 
 from benchmarks.adapters.trained import step_of
-from megatron_balance.adapters.kit import row_costs
+from megatron_balance.adapters.kit import sample_costs
 from megatron_balance.adapters.verl import choose_cost, install
 
 MODEL = "Qwen3-8B"
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float | None]]:
                 with _planned(balanced):
                     rows = order(lengths, **arguments)
                 first = lengths[rows].tolist() if first is None and num_rows == minibatch_rows else first
-                ratios.append(imbalance(rows, work=row_costs(lengths, cost_model=choose_cost(MODEL))))
+                ratios.append(imbalance(rows, work=sample_costs(lengths, cost_model=choose_cost(MODEL))))
             figures.append(float(np.mean(ratios)))
         packed = name in ("verl", "adapter")
         step = [None, None] if first is None else step_of(first, together=True)

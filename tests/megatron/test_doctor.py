@@ -92,7 +92,11 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--balance-by-flops --calculate-per-token-loss", ["--balance-by-flops is set: nothing is packed by it"]),
+        # R38
+        (
+            "--balance-by-flops --calculate-per-token-loss",
+            ["--balance-by-flops is set: nothing is packed by it; add --use-dynamic-batch-size"],
+        ),
         (
             "--use-dynamic-batch-size --max-tokens-per-gpu 0",
             ["--max-tokens-per-gpu is 0", "--calculate-per-token-loss is"],

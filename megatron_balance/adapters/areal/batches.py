@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_balance.adapters.kit import even_parts, row_costs
+from megatron_balance.adapters.kit import even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 
@@ -48,7 +48,9 @@ def divide(
             f"{num_units} trajectories (or groups of them) for {dp_size} data-parallel ranks: their number must be >= "
             "that of the ranks, so that every rank has one. Raise the batch size, or use fewer ranks."
         )
-    of_items = [int(row_costs(np.array(of_item, dtype=np.int64), cost_model=cost_model).sum()) for of_item in lengths]
+    of_items = [
+        int(sample_costs(np.array(of_item, dtype=np.int64), cost_model=cost_model).sum()) for of_item in lengths
+    ]
     costs = [sum(of_items[start : start + unit_size]) for start in range(0, len(lengths), unit_size)]
     parts = even_parts(costs, num_parts=dp_size, equal_count=equal_count)
     return [(part[:, None] * unit_size + np.arange(unit_size)).reshape(-1).tolist() for part in parts]

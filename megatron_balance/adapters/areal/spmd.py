@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_balance.adapters.areal.batches import Batch, divide, sequence_lengths, trimmed
 from megatron_balance.adapters.kit import Function, Hook
-from megatron_balance.adapters.kit.ranks import move_rows, moving_row
+from megatron_balance.adapters.kit.ranks import move_samples, moving_sample
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.failure import Failure, attempt
@@ -159,7 +159,7 @@ def _redistribute(trajectories: Sequence[Batch], *, group: dist.ProcessGroup, co
     ranks = np.zeros(len(of_all), dtype=np.int64)
     for rank, part in enumerate(parts):
         ranks[part] = rank
-    arrived = move_rows(samples, ranks=ranks, gathered=gathered, group=group, schema=_MOVING, device=device)
+    arrived = move_samples(samples, ranks=ranks, gathered=gathered, group=group, schema=_MOVING, device=device)
     data = [_unpack(sample) for sample in arrived]
     all_data: list[Batch | None] = [None] * len(of_all)
     for index, trajectory in zip(parts[group.rank()], data, strict=True):
@@ -186,7 +186,7 @@ def _pack(trajectory: Batch, *, device: torch.device | str) -> Sample:
 
     rest = pickle.dumps(tree_map_only(Tensor, take, trajectory))
     text = torch.frombuffer(bytearray(rest), dtype=torch.uint8).to(device)
-    return moving_row({"(rest)": text, "(tensors)": torch.cat(parts)})
+    return moving_sample({"(rest)": text, "(tensors)": torch.cat(parts)})
 
 
 def _unpack(sample: Sample) -> Batch:
@@ -203,7 +203,7 @@ def _unpack(sample: Sample) -> Batch:
     return tree_map_only(_Place, put, pickle.loads(rest.cpu().numpy().tobytes()))  # noqa: S301
 
 
-_MOVING = SampleSchema.of(moving_row(dict.fromkeys(("(rest)", "(tensors)"), torch.empty(0, dtype=torch.uint8))))
+_MOVING = SampleSchema.of(moving_sample(dict.fromkeys(("(rest)", "(tensors)"), torch.empty(0, dtype=torch.uint8))))
 
 
 def _schema_of(trajectory: Mapping[str, Any]) -> SampleSchema:

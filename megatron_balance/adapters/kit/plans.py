@@ -1,4 +1,4 @@
-"""Plans that several hosts ask for: the steps of a rollout batch, and rows on ranks. Integers, ties by index."""
+"""Plans that several hosts ask for: the steps of a rollout batch, and samples on ranks. Integers, ties by index."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def split_rollout(groups: Sequence[Hashable] | NDArray[Any], *, global_batch_siz
     return [np.flatnonzero(step_of == step) for step in range(int(step_of.max(initial=-1)) + 1)]
 
 
-def row_costs(lengths: Ints, *, cost_model: CostModel) -> Ints:
-    """Cost of rows, int64 of the lengths' shape.
+def sample_costs(lengths: Ints, *, cost_model: CostModel) -> Ints:
+    """Cost of samples, int64 of the lengths' shape.
 
     The unit is the cost of one squared token (of one token where there is no attention) and depends on the model alone,
-    so that numbers of two calls can be added and compared. A row that costs anything costs at least 1.
+    so that numbers of two calls can be added and compared. A sample that costs anything costs at least 1.
     """
     unit = cost_model.quadratic or sum(coefficient for _, coefficient in cost_model.windows) or cost_model.linear or 1
     unique, inverse = np.unique(lengths, return_inverse=True)
-    # Python integers: FLOPs of a long row of a large model approach the limit of int64.
+    # Python integers: FLOPs of a long sample of a large model approach the limit of int64.
     own = cost_model.exact_costs(unique.astype(np.int64)).tolist()
     costs = [cost + cost_model.expert_linear * length for cost, length in zip(own, unique.tolist(), strict=True)]
     in_units = [max((2 * cost + unit) // (2 * unit), 1) if cost else 0 for cost in costs]

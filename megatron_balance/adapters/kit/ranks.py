@@ -1,4 +1,4 @@
-"""Rows of several ranks: packed into equally many micro-batches, and moved by the package's exchange.
+"""Samples of several ranks: packed into equally many micro-batches, and moved by the package's exchange.
 
 Needs torch, which an adapter may be imported without.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_balance.adapters.kit.plans import Ints, even_parts, row_costs
+from megatron_balance.adapters.kit.plans import Ints, even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import build_data_schedule, mountain_order
@@ -32,29 +32,29 @@ def agreed_microbatches(
     cost_model: CostModel,
     least: int = 1,
     multiple: int = 1,
-    rows_per_unit: int = 1,
+    samples_per_unit: int = 1,
     mountain: bool = False,
     flag: str = "max_tokens_per_gpu",
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> list[list[int]]:
-    """Packs this rank's rows into the fewest micro-batches under a cap, as many as on every rank of a group.
+    """Packs this rank's samples into the fewest micro-batches under a cap, as many as on every rank of a group.
 
-    Each rank packs its own rows, since ranks that share rows (tensor, context and pipeline parallelism) must cut them
-    alike. All ranks then take the largest number, and those that had fewer pack again. There are `least` micro-batches
-    or more, a multiple of `multiple`; `rows_per_unit` neighbouring rows stay together. With `mountain` cheap ones are
-    at both ends, where a pipeline waits; else the costliest is first. `flag` is the host's name of `max_tokens`, and
-    `device` has the buffers of the group's collective.
+    Each rank packs its own samples, since ranks that share samples (tensor, context and pipeline parallelism) must cut
+    them alike. All ranks then take the largest number, and those that had fewer pack again. There are `least`
+    micro-batches or more, a multiple of `multiple`; `samples_per_unit` neighbouring samples stay together. With
+    `mountain` cheap micro-batches are at both ends, where a pipeline waits; else the costliest is first. `flag` is the
+    host's name of `max_tokens`, and `device` has the buffers of the group's collective.
 
-    Returns for every micro-batch the positions of its rows, ascending; none is empty. Where one rank cannot go on, or
-    limits or costs differ, every rank of the group raises a BalanceError.
+    Returns for every micro-batch the positions of its samples, ascending; none is empty. Where one rank cannot go on,
+    or limits or costs differ, every rank of the group raises a BalanceError.
     """
-    rows = np.asarray(lengths, dtype=np.int64)
-    header = Header({"limits": repr((max_tokens, least, multiple, rows_per_unit, cost_model))})
+    samples = np.asarray(lengths, dtype=np.int64)
+    header = Header({"limits": repr((max_tokens, least, multiple, samples_per_unit, cost_model))})
     while True:
         slots, problem = [], None
         try:
-            slots = _pack(rows, max_tokens, least, multiple, rows_per_unit, cost_model, flag)
+            slots = _pack(samples, max_tokens, least, multiple, samples_per_unit, cost_model, flag)
         except BalanceError as error:
             if group is None:
                 raise
@@ -67,26 +67,26 @@ def agreed_microbatches(
         least = int(counts.max())
         if (counts == least).all():
             break
-    costs = row_costs(rows, cost_model=cost_model)
+    costs = sample_costs(samples, cost_model=cost_model)
     of_slots = np.array([[costs[slot].sum() for slot in slots]])
     order = mountain_order(of_slots)[0] if mountain else np.argsort(-of_slots[0], kind="stable")
     return [slots[index].tolist() for index in order]
 
 
 def _pack(
-    rows: Ints, max_tokens: int, least: int, multiple: int, size: int, cost_model: CostModel, flag: str
+    samples: Ints, max_tokens: int, least: int, multiple: int, size: int, cost_model: CostModel, flag: str
 ) -> list[Ints]:
-    """The rows of each micro-batch: as even in cost as the cap lets them be."""
-    if not rows.size or rows.size % size:
-        raise BalanceError(f"the batch has {rows.size} rows: it must have some, a multiple of {size}.")
-    tokens = rows.reshape(-1, size).sum(axis=1)
+    """The samples of each micro-batch: as even in cost as the cap lets them be."""
+    if not samples.size or samples.size % size:
+        raise BalanceError(f"the batch has {samples.size} samples: it must have some, a multiple of {size}.")
+    tokens = samples.reshape(-1, size).sum(axis=1)
     longest = int(tokens.max())
     if longest > max_tokens:
         raise BalanceError(
-            f"{int((tokens > max_tokens).sum())} rows or groups of rows are over {flag} {max_tokens}, the longest has "
-            f"{longest} tokens: raise it to that, or cut the rows."
+            f"{int((tokens > max_tokens).sum())} samples or groups of samples are over {flag} {max_tokens}, the "
+            f"longest has {longest} tokens: raise it to that, or cut the samples."
         )
-    costs = row_costs(rows, cost_model=cost_model).reshape(-1, size).sum(axis=1)
+    costs = sample_costs(samples, cost_model=cost_model).reshape(-1, size).sum(axis=1)
     needed = max(least, -(-int(tokens.sum()) // max_tokens), 1)
     needed = -(-needed // multiple) * multiple
 
@@ -105,13 +105,13 @@ def _pack(
             if len(slots) == count and all(slot.size and tokens[slot].sum() <= max_tokens for slot in slots):
                 return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
     raise BalanceError(
-        f"{tokens.size} rows (or groups of them) for {needed} micro-batches under {flag} {max_tokens}, a multiple of "
-        f"{multiple} and as many as on every rank: none may be empty. Give each rank more rows or raise {flag}."
+        f"{tokens.size} samples (or groups of them) for {needed} micro-batches under {flag} {max_tokens}, a multiple "
+        f"of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or raise {flag}."
     )
 
 
-def move_rows(
-    rows: Sequence[Sample],
+def move_samples(
+    samples: Sequence[Sample],
     *,
     ranks: Ints,
     gathered: GatheredLengths,
@@ -119,18 +119,23 @@ def move_rows(
     schema: SampleSchema | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Sample]:
-    """The rows that this rank gets, ascending, after every rank of the group has called it with its own.
+    """The samples that this rank gets, ascending, after every rank of the group has called it with its own.
 
-    `rows` are made by `moving_row`; `ranks` has the rank of each row of all ranks; `gathered` is of `gather_lengths`
-    with the rows' ragged keys, whatever its lengths mean, and `schema` that of the rows where it was not gathered.
+    `samples` are made by `moving_sample`; `ranks` has the rank of each sample of all ranks; `gathered` is of
+    `gather_lengths` with the samples' ragged keys, whatever its lengths mean, and `schema` that of the samples where it
+    was not gathered.
     """
     ones = np.ones_like(gathered.home_ranks)
     schema = schema or gathered.schema
-    of_rows = dataclasses.replace(gathered, lengths=ones, segment_lengths=ones, num_segments=ones, schema=schema)
-    return [*reroute_samples(rows, destinations=ranks, gathered=of_rows, group=group, device=device).values()]
+    of_samples = dataclasses.replace(gathered, lengths=ones, segment_lengths=ones, num_segments=ones, schema=schema)
+    return [*reroute_samples(samples, destinations=ranks, gathered=of_samples, group=group, device=device).values()]
 
 
-def moving_row(ragged: Mapping[str, torch.Tensor], *, per_sample: Mapping[str, torch.Tensor] | None = None) -> Sample:
-    """A row as a sample that can move: entries of each key in `ragged`, and what every row has one of."""
+def moving_sample(
+    ragged: Mapping[str, torch.Tensor], *, per_sample: Mapping[str, torch.Tensor] | None = None
+) -> Sample:
+    """A sample that can move: entries of each key in `ragged`, and what every sample has one of."""
     device = next(iter(ragged.values())).device
-    return Sample({"row": torch.zeros(1, dtype=torch.uint8, device=device)}, per_sample=per_sample or {}, ragged=ragged)
+    return Sample(
+        {"sample": torch.zeros(1, dtype=torch.uint8, device=device)}, per_sample=per_sample or {}, ragged=ragged
+    )

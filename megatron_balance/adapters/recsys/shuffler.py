@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from megatron_balance.adapters.kit import even_parts
-from megatron_balance.adapters.kit.ranks import move_rows, moving_row
+from megatron_balance.adapters.kit.ranks import move_samples, moving_sample
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
@@ -125,7 +125,7 @@ def finish_shuffle(
     """The second half: waits for the plan and moves the samples; the ranks are those of the first half."""
     device, ranks = batch.features.values().device, handle.plan.result()
     return _join(
-        batch, move_rows(handle.samples, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)
+        batch, move_samples(handle.samples, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)
     )
 
 
@@ -261,7 +261,7 @@ def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
             for index, key in enumerate(keys):
                 ragged[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
     return [
-        moving_row(
+        moving_sample(
             {name: pieces[sample] for name, pieces in ragged.items()},
             per_sample={name: pieces[sample] for name, pieces in dense.items()},
         )

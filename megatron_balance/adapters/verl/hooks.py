@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.kit import Function, Hook, row_costs, split_rollout
+from megatron_balance.adapters.kit import Function, Hook, sample_costs, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.adapters.verl import adapter
 from megatron_balance.adapters.verl.rows import (
@@ -115,7 +115,7 @@ def _calculate_workload(cost_model: CostModel, seqlen_list: Any) -> torch.Tensor
     """int64 costs of the lengths' shape, on their device; `[num_rows]` for a nested tensor of the rows themselves."""
     given = torch.as_tensor(seqlen_list)
     lengths = nested_lengths(given) if given.is_nested else given.long()
-    costs = row_costs(lengths.cpu().numpy(), cost_model=cost_model)
+    costs = sample_costs(lengths.cpu().numpy(), cost_model=cost_model)
     return torch.from_numpy(costs).to(lengths.device)
 
 
@@ -143,7 +143,7 @@ def _rearrange_micro_batches(
         cost_model=cost_model,
         least=min_num_micro_batch or 1,
         multiple=num_batches_divided_by or 1,
-        rows_per_unit=force_group_size,
+        samples_per_unit=force_group_size,
         mountain=use_dynamic_bsz_balance,
         flag="max_token_len",
         group=dp_group if together else None,

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
 
-from megatron_balance.adapters.kit import even_parts, row_costs
+from megatron_balance.adapters.kit import even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import mountain_order
@@ -70,7 +70,7 @@ def order_rows(
 
     `minibatches` are row indices, all rows once; None where the batch is one. Rows of a unit of `units` stay together.
     """
-    loads = row_costs(lengths, cost_model=cost_model)
+    loads = sample_costs(lengths, cost_model=cost_model)
     units = np.arange(lengths.size) if units is None else units
     parts: list[list[Ints]] = [[] for _ in range(num_ranks)]
     for ids in [np.arange(lengths.size)] if minibatches is None else minibatches:

@@ -1,4 +1,4 @@
-"""The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank, rows that move."""
+"""The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank, moving samples."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters import kit
 from megatron_balance.adapters.kit import Adapter, Hook, even_parts, split_rollout
-from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_rows, moving_row
+from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_samples, moving_sample
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import SampleSchema
 
@@ -63,7 +63,7 @@ def test_every_item_in_one_part_and_none_empty(costs, num_parts):
 
 
 def test_no_more_micro_batches_than_the_tokens_ask_for():
-    """25 rows of 50 to 89 tokens fill 6 micro-batches of 300 to nine tenths."""
+    """25 samples of 50 to 89 tokens fill 6 micro-batches of 300 to nine tenths."""
     fewest = 0
     for seed in range(100):
         lengths = np.random.default_rng(seed).integers(50, 90, 25)
@@ -79,7 +79,7 @@ def test_no_more_micro_batches_than_the_tokens_ask_for():
     st.booleans(),
 )
 def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, least, mountain):
-    options = {"least": least, "multiple": multiple, "rows_per_unit": 2, "mountain": mountain}
+    options = {"least": least, "multiple": multiple, "samples_per_unit": 2, "mountain": mountain}
     needed = -(-max(least, -(-sum(lengths) // max_tokens)) // multiple) * multiple
     if len(lengths) // 2 < needed:
         with pytest.raises(BalanceError, match="micro-batches under max_tokens_per_gpu"):
@@ -91,8 +91,8 @@ def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, leas
         assert len(lengths) // 2 < 2 * needed + multiple  # too few pairs to fill twice as many
         return
     assert sorted(chain.from_iterable(slots)) == list(range(len(lengths)))
-    assert all(sum(lengths[row] for row in slot) <= max_tokens for slot in slots)
-    assert all(slot[::2] == [row - 1 for row in slot[1::2]] for slot in slots)
+    assert all(sum(lengths[sample] for sample in slot) <= max_tokens for slot in slots)
+    assert all(slot[::2] == [sample - 1 for sample in slot[1::2]] for slot in slots)
     assert len(slots) % multiple == 0
     assert len(slots) >= needed
 
@@ -104,28 +104,30 @@ NUM_PAIRS = [3, 0, 2, 1, 4, 2]
 def exchange():
     """Rows of pairs of numbers and of three flags: what this rank gets of them."""
     own = np.flatnonzero(dist.get_rank() == HOME_RANKS).tolist()
-    rows = [
-        moving_row(
-            {"pairs": torch.full((NUM_PAIRS[row], 2), 7 * row, dtype=torch.int16)},
-            per_sample={"flags": torch.tensor([row % 2 > 0, row > 2, True])},
+    samples = [
+        moving_sample(
+            {"pairs": torch.full((NUM_PAIRS[sample], 2), 7 * sample, dtype=torch.int16)},
+            per_sample={"flags": torch.tensor([sample % 2 > 0, sample > 2, True])},
         )
-        for row in own
+        for sample in own
     ]
     gathered = gather_lengths(
-        [100 * row for row in own],
-        ragged_lengths=[row.ragged_lengths for row in rows],
-        schema=SampleSchema.of(rows[0]),
+        [100 * sample for sample in own],
+        ragged_lengths=[sample.ragged_lengths for sample in samples],
+        schema=SampleSchema.of(samples[0]),
         group=dist.group.WORLD,
     )
-    moved = move_rows(rows, ranks=RANKS, gathered=gathered, group=dist.group.WORLD)
-    return [(row.ragged["pairs"].tolist(), row.per_sample["flags"].tolist()) for row in moved]
+    moved = move_samples(samples, ranks=RANKS, gathered=gathered, group=dist.group.WORLD)
+    return [(sample.ragged["pairs"].tolist(), sample.per_sample["flags"].tolist()) for sample in moved]
 
 
-def test_rows_of_every_shape_arrive_once_in_order():
+def test_samples_of_every_shape_arrive_once_in_order():
     """R31: what moves the samples of recsys-examples, which CI also does on the real torchrec."""
     for rank, moved in enumerate(run_ranks(3, "test_kit:exchange")):
         coming = np.flatnonzero(rank == RANKS).tolist()
-        assert moved == [([[7 * row] * 2] * NUM_PAIRS[row], [row % 2 > 0, row > 2, True]) for row in coming]
+        assert moved == [
+            ([[7 * sample] * 2] * NUM_PAIRS[sample], [sample % 2 > 0, sample > 2, True]) for sample in coming
+        ]
 
 
 def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(monkeypatch):
