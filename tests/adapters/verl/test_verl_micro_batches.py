@@ -85,4 +85,4 @@ def test_two_ranks_have_the_same_count(arguments, counts):
 def test_what_one_rank_cannot_do_both_ranks_say():
     first, second = on_two_ranks(([10, 20], [10, 200]))
     assert first == second
-    assert "rows are over max_token_len 100, the longest has 200 tokens" in first
+    assert "samples are over max_token_len 100, the longest has 200 tokens" in first
