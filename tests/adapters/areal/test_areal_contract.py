@@ -118,7 +118,7 @@ def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
     assert len(seqpack.kk_allocate([5] * 5, 5, 1, 4)) == 5
     install()
     spec = cli_args.MicroBatchSpec(n_mbs=1, max_tokens_per_mb=5, n_mbs_divisor=4, packing_algorithm="kk")
-    with pytest.raises(BalanceError, match=r"5 rows .* for 8 micro-batches"):
+    with pytest.raises(BalanceError, match=r"5 samples .* for 8 micro-batches"):
         areal_data.allocate_balanced_mbs_synced(spec, [5] * 5)
 
 
