@@ -175,6 +175,9 @@ def doctor_here(folder: str) -> None:
     def run_doctor() -> None:
         import torch
 
+        from megatron_balance.mcore import install
+
+        install().undo()  # of the server that this process was forked from
         torch.cuda.is_available = lambda: False  # cpu_shim.py says that there is one
         sys.exit(main(sys.argv))
 
