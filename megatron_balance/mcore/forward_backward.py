@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import holding
 from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect
@@ -59,6 +61,7 @@ class BalancedForwardBackward:
         # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
         dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
         replica, place = layout.replica_group(timeout=timeout), layout.own
+        self._is_last = layout.is_last
         self.observer: Watch | None = None
         if dp_group is not None or layout.is_last:
             self.observer = Watch(settings, layout=layout, loads_data=dp_group is not None, args=args)
@@ -118,7 +121,10 @@ class BalancedForwardBackward:
                 # A run that ends before (by --exit-interval, time or a signal) has prepared one more, on every rank.
                 last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
                 following = None if last else f"iteration {iteration + 1}"
-                return self._step(self._training, schedule, arguments, following=following)
+                losses = self._step(self._training, schedule, arguments, following=following)
+                if self._is_last:
+                    _warn_of_means(losses)
+                return losses
             if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
                 with self._with_args(sft=self._is_sft):
                     return schedule(**arguments)
@@ -242,6 +248,18 @@ class BalancedForwardBackward:
                 return run(data_iterator, model, *rest, **keywords)
 
         return forward_step
+
+
+def _warn_of_means(losses: Any) -> None:
+    """Name each loss that Megatron logs as a mean of micro-batches; other loops return anything."""
+    reports = losses[0] if isinstance(losses, list) and losses else None
+    for loss, value in reports.items() if isinstance(reports, dict) else ():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            warn_once(
+                f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, which "
+                "have unequal numbers of tokens in a balanced run. Return the sum over tokens and their number.",
+                of_rank=True,
+            )
 
 
 class HandedOut(Iterator[Microbatch]):

@@ -6,6 +6,7 @@ Megatron's own schedule is a double that returns the micro-batches it is handed.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.mcore import balanced_schedule
 from megatron_balance.mcore.loop import run_of_model
+from megatron_balance.runtime.log import LOG
 from megatron_balance.runtime.process import set_device_kind
 
 NUM_ITEMS = 2
@@ -213,6 +215,23 @@ def evaluated(*, collects: bool) -> tuple[list[int], list[bool]]:
             **words,
         )
     return [microbatch["tokens"].numel() for microbatch in ran], seen
+
+
+def warned_of_losses(*, numbers: int) -> list[str]:
+    """This rank's warnings of two training steps, whose loss function reports so many numbers."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    LOG.addHandler(handler)
+
+    def forward_step(microbatches: Any, model: Any) -> dict[str, torch.Tensor]:
+        next(microbatches)
+        return {"lm loss": torch.ones(numbers)}
+
+    step_of, items = balanced(forward_step=forward_step), Items(0)
+    for _ in range(2):
+        step_of(items)
+    return texts
 
 
 def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:

@@ -106,3 +106,11 @@ def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases: Any, 
 def test_data_that_are_no_loss_are_collected_from_megatrons_own_micro_batches(run_cases: Any) -> None:
     assert run_cases(1, "evaluated", collects=False) == [([length_of(0) + length_of(1)], [True])]
     assert run_cases(1, "evaluated", collects=True) == [([length_of(0), length_of(1)], [True])]
+
+
+def test_a_loss_of_one_number_is_warned_of_once_and_training_goes_on(run_cases: Any) -> None:
+    """Megatron would log a mean of unequal micro-batches; the last rank has its log."""
+    first, [warning] = run_cases(2, "warned_of_losses", numbers=1)
+    assert first == []
+    assert warning.startswith("rank 1 gets 'lm loss' as one number from the loss function: Megatron logs its mean")
+    assert run_cases(2, "warned_of_losses", numbers=2) == [[], []]
