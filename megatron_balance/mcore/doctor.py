@@ -32,7 +32,7 @@ from megatron_balance.mcore.options import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.settings import costs_of, policy_of, topology_of
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import device_kind, ranks_of_node, version_of
+from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
 from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
@@ -80,6 +80,19 @@ def check_packages() -> Iterator[Finding]:
         yield _loaded("transformer_engine.pytorch", package="transformer-engine", remedy=remedy)
     else:
         yield Finding(True, "no GPU: training needs one, and transformer-engine")
+    libraries = {"Transformer Engine": version_of("transformer-engine"), "cuDNN": _cudnn_version()}
+    if said := ", ".join(f"{name} {version}" for name, version in libraries.items() if version):
+        text = "may build or choose attention kernels for each number of sequences and max_seqlen; balanced"
+        yield Finding(True, f"{said}: {text} micro-batches have few values of the two (docs/megatron.md)")
+
+
+def _cudnn_version() -> str | None:
+    """The version of the cuDNN that torch has loaded: 91002 is 9.10.2, 8902 is 8.9.2."""
+    with contextlib.suppress(RuntimeError):  # torch refuses another one than it was built with
+        if number := torch.backends.cudnn.version():
+            unit = 10_000 if number >= 90_000 else 1_000
+            return f"{number // unit}.{number % unit // 100}.{number % 100}"
+    return None
 
 
 def _loaded(module: str, *, package: str, remedy: str) -> Finding:
@@ -180,8 +193,12 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it
+        args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
-            costs_of(options, topology=topology_of(options), shape=lambda: ModelShape.from_megatron_args(args))
+            topology = topology_of(options)
+            needed = files_needed(topology.num_sockets)
+            yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {needed}")
+            costs_of(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]

@@ -27,9 +27,6 @@ from megatron_balance.version import build_version
 PACKAGES = ("megatron-core", "torch", "numpy")
 """Packages whose other versions might plan or compute differently."""
 
-SPARE_FILES = 64
-"""Beside sockets: of loaders, checkpoints and logs that open later."""
-
 OUR_FLAGS = ("balance", "use_dynamic_batch_size", "max_tokens_per_gpu")
 """Beginnings of their names."""
 
@@ -100,7 +97,7 @@ def build_run(
         if not nothing_balances(options):
             refuse_bound_device()
             settings = settings_of(options, shape=shape, cost=cost)
-            allow_open_files(settings.topology.num_sockets + SPARE_FILES)
+            allow_open_files(settings.topology.num_sockets)
             version = f"megatron-core {version_of('megatron-core')}"
             for hook in hooks(options):
                 if hook.target not in _hooks:

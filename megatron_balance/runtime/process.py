@@ -25,6 +25,9 @@ DeviceKind = Literal["cuda", "cpu"]
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
+SPARE_FILES = 64
+"""Beside sockets: of loaders, checkpoints and logs that open later."""
+
 _NODE_SIZES = (
     *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
@@ -90,15 +93,21 @@ def ranks_of_node() -> tuple[int | None, str]:
     return num_gpus or None, "its GPUs"
 
 
-def allow_open_files(more: int) -> None:
-    """Let this process open so many more files, raising its soft limit; BalanceError where the hard one is low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = more + (len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0)
+def files_needed(num_sockets: int) -> int:
+    """Files that this process has open with so many sockets more; BalanceError where its hard limit is lower."""
+    num_open = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    needed, (_, hard) = num_open + num_sockets + SPARE_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise BalanceError(
             f"this process may open {hard} files, and the sockets of this run need {needed}: start it under "
             f"ulimit -n {needed} or more (docs/scale.md)."
         )
+    return needed
+
+
+def allow_open_files(num_sockets: int) -> None:
+    """Raise the soft limit of open files to what `files_needed` says."""
+    needed, (soft, hard) = files_needed(num_sockets), resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from forked import call, free_port, rank_environment, run_forked
 from megatron_balance.cli import main
 from megatron_balance.mcore import doctor as checks
 from megatron_balance.mcore import hooks
+from megatron_balance.runtime.process import SPARE_FILES
 
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
@@ -89,6 +90,44 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
     assert "pip install 'transformer-engine[pytorch]'" in problem
 
 
+@pytest.mark.parametrize(("number", "cudnn"), [(91_002, "9.10.2"), (8_902, "8.9.2"), (None, None)])
+def test_versions_of_attention_libraries(
+    monkeypatch: pytest.MonkeyPatch, number: int | None, cudnn: str | None
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    monkeypatch.setattr(checks, "version_of", {"transformer-engine": "2.18.0", "megatron-core": "0.19.2"}.get)
+    [said] = [finding.says for finding in checks.check_packages() if finding.says.startswith("Transformer Engine 2.18")]
+    assert said.startswith(f"Transformer Engine 2.18.0{f', cuDNN {cudnn}' if cudnn else ''}: may build or choose")
+
+
+def test_open_files_are_compared_with_what_the_flags_need(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the ranks of WORLD_SIZE, by the function that a run calls; the limit of this process stays."""
+    before, limits = resource.getrlimit(resource.RLIMIT_NOFILE), (80, 8192)
+    flags = f"{MODEL} {BALANCED} --tensor-model-parallel-size 2"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", None)
+    monkeypatch.setenv("WORLD_SIZE", "2048")  # 2 * 1024 sockets to data-parallel ranks, 1 in the replica
+    status, lines = doctor(capsys, flags)
+    assert not status
+    [needed] = [
+        int(found[1])
+        for line in lines
+        if (found := re.search(r"open files: a rank of 2048 .WORLD_SIZE. needs up to (\d+)", line))
+    ]
+    assert 2049 + SPARE_FILES < needed < 3000
+    limits = (80, 2000)
+    _, lines = doctor(capsys, flags)
+    [problem] = problems(lines)
+    assert problem.startswith("this process may open 2000 files, and the sockets of this run need 2")
+    assert "ulimit -n" in problem
+    monkeypatch.undo()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -137,7 +176,7 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
         installed.undo()
 
 
-def on_two_ranks(*, environment: Mapping[str, str]) -> tuple[int, list[str], str]:
+def on_two_ranks(*, environment: dict[str, str]) -> tuple[int, list[str], str]:
     """The status and lines of the first rank, and the output of the second, which has other variables."""
     ranks, port = [], free_port()
     for rank in range(2):
