@@ -71,6 +71,20 @@ def test_routers_that_count_tokens(flags: str, count: bool) -> None:
     assert settings(flags).counts_router_tokens is count
 
 
+@pytest.mark.parametrize(
+    ("flags", "rounded"),
+    [
+        ("", True),
+        ("--position-embedding-type rope", True),
+        ("--position-embedding-type rope --no-rope-fusion", False),  # a loop over sequences
+        ("--no-rope-fusion", True),
+        ("--position-embedding-type rope --experimental-attention-variant gated_delta_net", False),
+    ],
+)
+def test_models_whose_kernels_take_empty_sequences(flags: str, rounded: bool) -> None:
+    assert settings(flags).few_shapes is rounded
+
+
 def test_a_record_is_continued_where_a_checkpoint_was_loaded() -> None:
     resumes = [settings(flags, iteration=n).resumes for flags in ("", "--load here") for n in (0, 7)]
     assert resumes == [False, False, False, True], "the first run of a job has --load too, and no checkpoint yet"

@@ -102,7 +102,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         log_interval=options.get("log_interval") or 0,
         num_steps=options.get("train_iters"),
         counts_router_tokens=_routers_count_tokens(options),
-        few_shapes=not has_delta_net(options),
+        few_shapes=_takes_empty_sequences(options),
         policy=policy_of(options),
         row_tokens=options.get("seq_length") if _fills_rows(options) else None,
         num_rows=options.get("global_batch_size"),
@@ -252,6 +252,12 @@ def topology_of(options: Options) -> Topology:
         dynamic_cp=limit is not None,
         max_cp_size=None if limit == ALL_RANKS else limit,
     )
+
+
+def _takes_empty_sequences(options: Options) -> bool:
+    """Kernels skip empty sequences; delta nets miscount them, and unfused rotary code runs some kernels for each."""
+    rotates = options.get("position_embedding_type") in ("rope", "yarn", "mrope")
+    return not has_delta_net(options) and bool(options.get("apply_rope_fusion") or not rotates)
 
 
 def _routers_count_tokens(options: Options) -> bool:
