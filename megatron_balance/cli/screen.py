@@ -1,4 +1,4 @@
-"""What a command shows: text, tables and progress. With rich, on a terminal, in colour; else the same text, plain.
+"""Output of the commands: text, tables and progress. With rich, on a terminal, in colour; else the same text, plain.
 
 Invariant: nothing that a file holds reaches the terminal with control characters.
 """

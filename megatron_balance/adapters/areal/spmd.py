@@ -1,4 +1,4 @@
-"""What AReaL's trainers with one process a rank do among their ranks: the redistribution, and `single_rank_load`.
+"""Hooks of AReaL's trainers with one process a rank: the redistribution among ranks, and `single_rank_load`.
 
 Only data-parallel heads roll out and redistribute; the other ranks of a replica wait for them in a barrier. Each head
 packs its trajectories into bytes; lengths, keys and problems of all are gathered; every head makes the same plan; one
