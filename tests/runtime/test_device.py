@@ -41,8 +41,8 @@ def test_a_step_is_pinned_in_one_piece_before_it_runs_beside_training_where_they
         assert number <= pinned <= number + overlap
         if number == 1:
             assert threads[0] == "training"  # nothing ran before it
-        if number > 2:
-            assert set(threads) == ({"beside"} if overlap else {"training"})
+        if number > 2:  # a step that was pinned early leaves its own number without a pin
+            assert set(threads) <= ({"beside"} if overlap else {"training"})
 
 
 def test_the_thread_beside_has_the_device_of_training_and_a_stream_that_follows_it(ran: Any) -> None:
