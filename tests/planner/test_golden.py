@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_cells import CELLS, draw, least_time
+from plan_cells import CELLS, draw, hashes, least_time
 from plan_judge import Batch
 
 from benchmarks.pipelines.command import CELLS as PIPELINES
@@ -45,6 +45,11 @@ def test_plans_stay_below_their_bars(name):
         assert schedule_metrics(schedule).num_over_cap == 0
         ratios.append(schedule.predicted_cost / least)
     assert max(ratios) <= bar, ratios
+
+
+def test_plans_are_those_of_the_last_change_of_the_search():
+    """Other names change no plan. Who changes the search runs `python tests/kit/plan_cells.py --hashes`."""
+    assert hashes() == GOLDEN["hashes"]
 
 
 @pytest.mark.parametrize("name", GOLDEN["annealed"])
