@@ -81,14 +81,14 @@ class Topology:
             )
 
     @property
-    def num_leaves(self) -> int:
+    def dp_cp_size(self) -> int:
         """Ranks that dynamic context parallelism groups: leaf `dp_rank * cp_size + cp_rank`."""
         return self.dp_size * self.cp_size
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the run. Experts are spread over those that are there already."""
-        return self.num_leaves * self.tp_size * self.pp_size
+        return self.dp_cp_size * self.tp_size * self.pp_size
 
     @property
     def num_sockets(self) -> int:
@@ -110,13 +110,13 @@ class Topology:
         """
         if not self.dynamic_cp:
             return (self.cp_size,)
-        largest = min(self.num_leaves, self.max_cp_size or self.num_leaves)
+        largest = min(self.dp_cp_size, self.max_cp_size or self.dp_cp_size)
         return tuple(1 << level for level in range(largest.bit_length()))
 
     @property
-    def has_even_slots(self) -> bool:
+    def has_equal_counts(self) -> bool:
         """True if all ranks run the same number of micro-batches: those of a pipeline meet in each, as others may."""
-        return self.pp_size > 1 or self.ep_size > 1 or self.microbatch_span > 1
+        return self.pp_size > 1 or self.ep_size > 1 or self.sync_size > 1
 
     @property
     def token_multiple(self) -> int:
@@ -143,19 +143,19 @@ class Topology:
         return self.tp_size if self.sequence_parallel else 1
 
     @property
-    def microbatch_span(self) -> int:
+    def sync_size(self) -> int:
         """Neighbouring data-parallel ranks, or leaves, that wait for one another in every micro-batch; 1 for none.
 
         Example:
-            >>> [Topology(8, **ranks).microbatch_span for ranks in ({}, {"ep_size": 4}, {"fully_sharded": True})]
+            >>> [Topology(8, **ranks).sync_size for ranks in ({}, {"ep_size": 4}, {"fully_sharded": True})]
             [1, 4, 8]
         """
         if self.fully_sharded or self.reduces_in_microbatches:
-            return self.num_leaves if self.dynamic_cp else self.dp_size
-        return self.ep_span
+            return self.dp_cp_size if self.dynamic_cp else self.dp_size
+        return self.ep_dp_size
 
     @property
-    def ep_span(self) -> int:
+    def ep_dp_size(self) -> int:
         """Neighbouring data-parallel ranks, or leaves, that exchange tokens with one another in every MoE layer.
 
         Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism,
@@ -166,7 +166,7 @@ class Topology:
         if self.ep_size == 1:
             return 1
         # A leaf is one context-parallel rank.
-        num_ranks, cp_size = (self.num_leaves, 1) if self.dynamic_cp else (self.dp_size, self.cp_size)
+        num_ranks, cp_size = (self.dp_cp_size, 1) if self.dynamic_cp else (self.dp_size, self.cp_size)
         span = -(-self.etp_size * self.ep_size // (self.tp_size * cp_size))
         return min(max(span, 1), num_ranks)
 
@@ -175,7 +175,7 @@ class Topology:
         multiple = self.token_multiple
         return -(-original_seq_len // multiple) * multiple
 
-    def at_cp_size(self, cp_size: int) -> Topology:
+    def with_cp_size(self, cp_size: int) -> Topology:
         """The ranks as a micro-batch of one context-parallel size sees them: its padding is theirs."""
         return replace(self, cp_size=cp_size, dynamic_cp=False, max_cp_size=None)
 

@@ -66,10 +66,12 @@ def plan_of(
         return build_data_schedule(lengths, **own)
     cost_model = replace(cost_model, cp_exchange=0) if policy == "balance_by_flops" else CostModel.tokens()
     at_one = build_data_schedule(
-        lengths, cost_model=cost_model, topology=topology.at_cp_size(1), move_samples=policy != "packed", **shared
+        lengths, cost_model=cost_model, topology=topology.with_cp_size(1), move_samples=policy != "packed", **shared
     )
     sizes = at_one.cp_size_grid
-    return DataSchedule.placed(Problem.of(lengths, **own), at_one.slot_of, sizes, algorithm=policy).check()
+    return DataSchedule.from_assignment(
+        Problem.of(lengths, **own), at_one.microbatch_of, sizes, algorithm=policy
+    ).check()
 
 
 if __name__ == "__main__":

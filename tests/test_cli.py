@@ -49,7 +49,7 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(policy: str, lengths_
             objective=info.objective,
             home_ranks=step.home_ranks,
         ).check()
-        assert np.array_equal(step.slot_of, schedule.slot_of)
+        assert np.array_equal(step.microbatch_of, schedule.microbatch_of)
         assert np.array_equal(step.cp_size_grid, schedule.cp_size_grid)
         assert np.array_equal(step.costs, schedule.cost_grid * 2.0**schedule.cost_shift)
 

@@ -27,7 +27,7 @@ def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: flo
     """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
     info = run_info(topology, limits=Limits(4096), cost_model=FLOPS, origin={"attention_rate": RATE})
     rng = np.random.default_rng(7)
-    num_rows = topology.num_leaves if topology.dynamic_cp else topology.dp_size
+    num_rows = topology.dp_cp_size if topology.dynamic_cp else topology.dp_size
     writers = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(num_rows)]
     for iteration in range(1, num_steps + 1):
         lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
@@ -44,7 +44,7 @@ def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: flo
 
 
 def seconds_of(lengths: np.ndarray, *, topology: Topology, size: int) -> float:
-    padded = (topology.at_cp_size(size) if topology.dynamic_cp else topology).padded_seq_len(lengths)
+    padded = (topology.with_cp_size(size) if topology.dynamic_cp else topology).padded_seq_len(lengths)
     attention = np.maximum(TRUTH["per_core"] * padded.astype(float) ** 2, TRUTH["per_received"] * padded * (size - 1))
     of_lengths = (TRUTH["per_token"] * padded + attention).sum() / size
     return TRUTH["per_microbatch"] + of_lengths

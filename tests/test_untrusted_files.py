@@ -182,7 +182,7 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
         ("plan", 0, ("cost_model", "linear"), 1.5, "linear"),
         ("plan", 0, ("cost_model", "windows"), [[1, 2, 3]], "damaged"),
         ("plan", 0, ("objective",), "</script>", "objective"),
-        ("plan", 1, ("slot_of",), [10**9] * 6, "slot_of"),
+        ("plan", 1, ("microbatch_of",), [10**9] * 6, "microbatch_of"),
         ("plan", 1, ("home_ranks",), [7] * 6, "home"),
         ("plan", 1, ("num_segments",), [10**15] * 6, "damaged"),
         ("plan", 1, ("segment_lengths", 0), 2**70, "damaged"),

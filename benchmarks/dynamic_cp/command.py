@@ -62,7 +62,7 @@ def _plans(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
     scheduler = load_scheduler(Path(checkout)) if checkout else None
     cells: list[dict[str, Any]] = []
     for setup in QUICK_SETUPS if args.quick else SETUPS:
-        ranks = {"num_ranks": setup.topology.num_leaves, "max_tokens_per_gpu": setup.max_tokens_per_gpu}
+        ranks = {"num_ranks": setup.topology.dp_cp_size, "max_tokens_per_gpu": setup.max_tokens_per_gpu}
         planned = [
             (batch, scheduler(batch, **ranks) if scheduler else None)
             for batch in batches(setup, num_batches=2 if args.quick else NUM_BATCHES, folder=folder)

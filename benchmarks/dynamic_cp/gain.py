@@ -117,7 +117,7 @@ def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibra
         "seconds": [max(rank["seconds"] for rank in step) for step in own],
         "alone_cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in of_run],
         "predicted_seconds": predicted_cost(schedule) / UNITS_PER_SECOND,
-        "mean_cp_size": float((schedule.lengths * schedule.cp_size_grid.reshape(-1)[schedule.slot_of]).sum())
+        "mean_cp_size": float((schedule.lengths * schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]).sum())
         / float(schedule.lengths.sum()),
         "loss_difference": largest_difference(alone, reference=compared, key="lm_loss"),
     }

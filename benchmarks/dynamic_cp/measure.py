@@ -71,15 +71,15 @@ def measure_cell(
         schedule = plan(batch, setup=setup, exchange=exchange, objective=objective).check()
         samples = batch_of(schedule)
         assert isinstance(samples, SizedBatch)
-        ideal = sum(cost_model(0)(length) for length in batch.tolist()) / samples.num_leaves
+        ideal = sum(cost_model(0)(length) for length in batch.tolist()) / samples.dp_cp_size
         ideal /= 1 << schedule.cost_shift
         level = setup.topology.cp_size.bit_length() - 1
         ours.append(schedule.predicted_cost / ideal)
         bounds.append(schedule.lower_bound / ideal)
-        fixed.append((int(samples.costs[level].sum()) << level) / samples.num_leaves / ideal)
+        fixed.append((int(samples.costs[level].sum()) << level) / samples.dp_cp_size / ideal)
         if rows is not None:
             devs.append(time_of_rows(rows, samples=samples, objective=objective) / ideal)
-        of_samples = schedule.cp_size_grid.reshape(-1)[schedule.slot_of]
+        of_samples = schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]
         sizes.append(float((batch * of_samples).sum() / batch.sum()))
         num_over_cap += over_cap(schedule)
     return Cell(
@@ -108,7 +108,7 @@ def time_of_rows(rows: Rows, *, samples: SizedBatch, objective: str) -> int:
 
     Under `step` the fullest rank's work: waiting inside groups, of which these rows have some, is not counted.
     """
-    of_ranks = np.zeros((len(rows), samples.num_leaves), dtype=np.int64)
+    of_ranks = np.zeros((len(rows), samples.dp_cp_size), dtype=np.int64)
     for row, ranks in enumerate(rows):
         sizes = Counter(sample for ids in ranks for sample in ids)
         costs = {sample: int(samples.costs[size.bit_length() - 1, sample]) for sample, size in sizes.items()}

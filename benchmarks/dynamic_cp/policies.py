@@ -48,12 +48,12 @@ def plan(
     fixed = build_data_schedule(
         lengths,
         cost_model=shared_cost(cost_model, cp_size=cp_size),
-        topology=replace(topology.at_cp_size(cp_size), dp_size=topology.num_leaves // cp_size),
+        topology=replace(topology.with_cp_size(cp_size), dp_size=topology.dp_cp_size // cp_size),
         limits=limits,
     )
-    rank, slot = np.divmod(fixed.slot_of, fixed.num_microbatches)
+    rank, slot = np.divmod(fixed.microbatch_of, fixed.num_microbatches)
     is_run = fixed.slot_counts().reshape(fixed.cp_size_grid.shape) > 0
-    return DataSchedule.placed(
+    return DataSchedule.from_assignment(
         Problem.of(lengths, objective="step", **own),
         rank * cp_size * fixed.num_microbatches + slot,
         np.where(is_run, cp_size, 1).repeat(cp_size, axis=0),

@@ -99,12 +99,12 @@ def _library() -> Any:
     return library
 
 
-def anneal(batch: Batch, slot_of: Ints, num_microbatches: int, *, steps: int, seed: int = 1) -> float:
+def anneal(batch: Batch, microbatch_of: Ints, num_microbatches: int, *, steps: int, seed: int = 1) -> float:
     """The makespan, in units of the batch's costs, of the best plan that annealing finds from this one on."""
     pipeline, span = batch.waiting.pipeline, batch.span
     chunks, group = pipeline.num_chunks, pipeline.group_size
     passes = megatron_passes(pipeline.num_stages, chunks, group, num_microbatches)
-    rank, slot = np.divmod(slot_of, num_microbatches)
+    rank, slot = np.divmod(microbatch_of, num_microbatches)
     bins = ((rank // span * num_microbatches + slot) * span + rank % span).astype(np.int32)
     arrays = [
         np.ascontiguousarray(values, dtype=np.int64)
@@ -130,7 +130,7 @@ def longest_first(batch: Batch, num_microbatches: int) -> Ints | None:
     costs = batch.costs.sum(axis=0) + batch.shared
     loads = np.zeros((batch.num_ranks, num_microbatches), dtype=np.int64)
     room = np.full(loads.shape, batch.cap, dtype=np.int64)
-    slot_of = np.zeros(batch.num_samples, dtype=np.int64)
+    microbatch_of = np.zeros(batch.num_samples, dtype=np.int64)
     for sample in np.argsort(-costs, kind="stable").tolist():
         fits = room >= batch.weights[sample]
         ranks = np.flatnonzero(fits.any(axis=1))
@@ -138,11 +138,11 @@ def longest_first(batch: Batch, num_microbatches: int) -> Ints | None:
             return None
         rank = int(ranks[loads[ranks].sum(axis=1).argmin()])
         slot = int(np.where(fits[rank], loads[rank], np.iinfo(np.int64).max).argmin())
-        slot_of[sample] = rank * num_microbatches + slot
+        microbatch_of[sample] = rank * num_microbatches + slot
         loads[rank, slot] += costs[sample]
         room[rank, slot] -= batch.weights[sample]
     order = np.argsort(np.argsort(loads, axis=1, kind="stable"), axis=1, kind="stable")
     position = np.concatenate([np.arange(num_microbatches)[::2], np.arange(num_microbatches)[1::2][::-1]])
     mountain = np.argsort(position)[order]  # small ones at both ends
-    rank, slot = np.divmod(slot_of, num_microbatches)
+    rank, slot = np.divmod(microbatch_of, num_microbatches)
     return rank * num_microbatches + mountain[rank, slot]

@@ -108,10 +108,10 @@ def measure(args: argparse.Namespace) -> Measured:
             start = time.process_time()
             plan = plan_pipeline(batch, effort=effort)
             seconds = seconds or time.process_time() - start
-            times.append(batch.time(plan.slot_of, plan.cp_sizes))
+            times.append(batch.time(plan.microbatch_of, plan.cp_sizes))
         number = plan.cp_sizes.shape[1]
-        judged = anneal(batch, plan.slot_of, number, steps=0)
-        reference = _reference(batch, plan.slot_of, number, long=args.long)
+        judged = anneal(batch, plan.microbatch_of, number, steps=0)
+        reference = _reference(batch, plan.microbatch_of, number, long=args.long)
         rows[str(cell)] = [
             *(planned / reference for planned in times),
             times[-1] / judged,
@@ -130,10 +130,10 @@ def measure(args: argparse.Namespace) -> Measured:
     return Measured({"lengths": lengths_said(folder), "long": args.long, "cells": rows}, raw=rows, problems=problems)
 
 
-def _reference(batch: Batch, slot_of: Any, number: int, *, long: bool) -> float:
+def _reference(batch: Batch, microbatch_of: Any, number: int, *, long: bool) -> float:
     multiple = batch.multiple
     numbers = {max(round(number * part / multiple) * multiple, batch.least_rows) for part in (0.5, 0.75, 1, 1.25, 1.5)}
-    starts = [(slot_of, number)]
+    starts = [(microbatch_of, number)]
     starts += [(start, other) for other in sorted(numbers) if (start := longest_first(batch, other)) is not None]
     seeds = (1, 2) if long else (1,)
     return min(

@@ -33,9 +33,9 @@ def panels() -> tuple[Panel, Panel]:
     """One size for all, then a size for each micro-batch."""
     dynamic = build_data_schedule(LENGTHS, cost_model=COST_MODEL, topology=TOPOLOGY, limits=LIMITS)
     bound = schedule_metrics(dynamic).lower_bound
-    at_one_size = COST_MODEL.at_cp_size(TOPOLOGY.cp_size)
+    at_one_size = COST_MODEL.summed_over_cp(TOPOLOGY.cp_size)
     fixed = build_data_schedule(
-        LENGTHS, cost_model=at_one_size, topology=TOPOLOGY.at_cp_size(TOPOLOGY.cp_size), limits=LIMITS
+        LENGTHS, cost_model=at_one_size, topology=TOPOLOGY.with_cp_size(TOPOLOGY.cp_size), limits=LIMITS
     )
     return (
         _panel(f"Context-parallel size {TOPOLOGY.cp_size} for all samples", fixed, bound=bound * TOPOLOGY.cp_size),
@@ -45,7 +45,7 @@ def panels() -> tuple[Panel, Panel]:
 
 def _panel(title: str, schedule: DataSchedule, *, bound: int) -> Panel:
     """Micro-batches end to end, each over the ranks that share it; `bound` in the costs of the schedule."""
-    cp_size = TOPOLOGY.num_leaves // len(schedule.ranks)
+    cp_size = TOPOLOGY.dp_cp_size // len(schedule.ranks)
     times = schedule.cost_grid * 2.0**schedule.cost_shift / bound
     ends = np.cumsum(times, axis=1)
     bars: list[Bar] = []
@@ -61,7 +61,7 @@ def _panel(title: str, schedule: DataSchedule, *, bound: int) -> Panel:
                     first_leaf,
                     start=float(ends[row, slot]) - duration,
                     duration=duration,
-                    shade=size / TOPOLOGY.num_leaves,
+                    shade=size / TOPOLOGY.dp_cp_size,
                     label=f"{tokens / 1000:.1f}k" if duration > 0.07 else "",
                     num_rows=size,
                 )
@@ -71,7 +71,7 @@ def _panel(title: str, schedule: DataSchedule, *, bound: int) -> Panel:
         Bar(row * cp_size, start=end, duration=total - end, shade=None, num_rows=cp_size)
         for row, end in enumerate(ends[:, -1].tolist())
     ]
-    rows = [f"rank {leaf}" for leaf in range(TOPOLOGY.num_leaves)]
+    rows = [f"rank {leaf}" for leaf in range(TOPOLOGY.dp_cp_size)]
     return Panel(f"{title}: {total:.3f}", rows=rows, bars=bars, meetings=[total])
 
 

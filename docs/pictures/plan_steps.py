@@ -68,7 +68,7 @@ def picture() -> str:
         leveled.bin_of,
     )
     drawn.bins(f"Step 9: the best moves and swaps: {over(polished.bin_of)}", polished.bin_of)
-    rank, slot = np.divmod(schedule.slot_of[order], rows)
+    rank, slot = np.divmod(schedule.microbatch_of[order], rows)
     group, column = np.divmod(rank, batch.span)
     last = (group * rows + slot) * batch.span + column
     drawn.bins(f"Step 10: rows in the order of slots, longest first: {over(last)} of the bound", last)

@@ -208,7 +208,7 @@ def _one_forward_one_backward(costs: NDArray[np.int64], *, pp_size: int) -> dict
 def _judged(schedule: DataSchedule) -> NDArray[np.int64]:
     """`[dp_size, num_microbatches]` costs of the plan's micro-batches by `COST_MODEL`."""
     grid = np.full(schedule.cost_grid.size, COST_MODEL.per_microbatch)
-    np.add.at(grid, schedule.slot_of, [COST_MODEL(int(length)) for length in schedule.lengths])
+    np.add.at(grid, schedule.microbatch_of, [COST_MODEL(int(length)) for length in schedule.lengths])
     return grid.reshape(schedule.cost_grid.shape)
 
 

@@ -238,7 +238,7 @@ def _in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
     none. So all predicted times stay the same.
     """
     costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
-    span = schedule.topology.ep_span
+    span = schedule.topology.ep_dp_size
     groups: list[list[int]] = []
     for first in range(0, len(costs), span):
         groups.append(sorted(range(first, first + span), key=lambda rank: (-costs[rank], schedule.ranks[rank])))

@@ -190,7 +190,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     advised, sentences = recommend(results, question=question, record=record)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
     shown = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
-    if record is not None and topology == record.info.topology.at_cp_size(record.info.topology.cp_size):
+    if record is not None and topology == record.info.topology.with_cp_size(record.info.topology.cp_size):
         as_it_ran = Policy("as it ran", in_a_line(record.info.policy), record.info.cost_model)
         ran = [step for step in record.steps if step.lengths.size][: len(batches)]
         shown.insert(1, question.judge(as_it_ran, ran).line(stock=stock))
@@ -226,7 +226,7 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
     if args.tp_size is not None:  # Megatron's default: experts are split as all else is
         given |= {"etp_size": args.tp_size, "sequence_parallel": args.tp_size > 1}
     recorded = Topology(1) if record is None else record.info.topology
-    topology = replace(recorded.at_cp_size(recorded.cp_size), **given)
+    topology = replace(recorded.with_cp_size(recorded.cp_size), **given)
     if topology.num_gpus > MAX_GPUS or topology.pp_size > MAX_STAGES:
         raise BalanceError(
             f"--dp-size, --cp-size, --tp-size and --pp-size make {topology.num_gpus} GPUs: at most {MAX_GPUS} in "
@@ -236,7 +236,7 @@ def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tup
         raise BalanceError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --dp-size {topology.dp_size}."
         )
-    num_ranks, group = topology.num_leaves * topology.tp_size, topology.etp_size * topology.ep_size
+    num_ranks, group = topology.dp_cp_size * topology.tp_size, topology.etp_size * topology.ep_size
     if num_ranks % group:
         raise BalanceError(
             f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks, which do not divide {num_ranks}."

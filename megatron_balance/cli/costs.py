@@ -121,7 +121,7 @@ class Costs:
         exchange = self._exchange(topology)
         if self.name == "seconds":  # its costs are those of one rank already: each receives (c-1)/c of a sample
             return replace(cost_model, cp_received=exchange * (cp_size - 1) // cp_size)
-        return replace(cost_model, cp_exchange=exchange).at_cp_size(cp_size)
+        return replace(cost_model, cp_exchange=exchange).summed_over_cp(cp_size)
 
     def _exchange(self, topology: Topology) -> int:
         """`CostModel.cp_exchange` on these ranks; 0 if it is not known, or the cost is tokens."""

@@ -108,20 +108,20 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
     topology, cost_model, grid = info.topology, info.cost_model, step.cp_size_grid
     # Where all have one size its ranks' costs are fitted together (`num_sharing`).
     sizes = np.maximum(step.cp_size_grid, 1) if topology.dynamic_cp else np.ones(grid.shape, dtype=np.int64)
-    slots = step.slot_of if step.num_segments is None else np.repeat(step.slot_of, step.num_segments)
+    slots = step.microbatch_of if step.num_segments is None else np.repeat(step.microbatch_of, step.num_segments)
     size_of, padded = sizes.ravel()[slots], np.zeros(slots.size, dtype=np.int64)
     for size in np.unique(size_of).tolist():
         here = size_of == size
-        there = topology.at_cp_size(size) if topology.dynamic_cp else topology
+        there = topology.with_cp_size(size) if topology.dynamic_cp else topology
         padded[here] = there.padded_seq_len(step.segments[here])
     tokens = np.bincount(slots, weights=padded / size_of, minlength=grid.size).reshape(grid.shape)
     linear = cost_model.linear + cost_model.expert_linear
     shared = cost_model.expert_linear / linear if linear and not topology.dynamic_cp else 0.0
     if shared:  # expert-parallel ranks compute the tokens of routed experts together
-        span = topology.at_cp_size(topology.cp_size).ep_span
+        span = topology.with_cp_size(topology.cp_size).ep_dp_size
         of_groups = tokens.reshape(-1, span, step.num_microbatches)
         tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), span, axis=0)
-    held = step.places()
+    held = step.owner_slots()
     chosen = step.is_slowest & np.isfinite(step.seconds) & (tokens.ravel()[held] > 0)
     has_core = bool(cost_model.quadratic or cost_model.windows)
     attention = replace(cost_model, linear=0) if has_core else CostModel(quadratic=1)
@@ -130,7 +130,7 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
         steps=np.full(int(chosen.sum()), step.iteration, dtype=np.int64),
         slots=held[chosen] + first_slot,
         tokens=tokens.ravel()[held[chosen]],
-        slot_of=slots + first_slot,
+        microbatch_of=slots + first_slot,
         core=attention.exact_costs(padded).astype(np.float64) / size_of,
         received=padded * (size_of - 1) / size_of,
     )

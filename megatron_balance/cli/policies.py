@@ -145,7 +145,7 @@ class Question:
         gpus = self.topology.num_gpus
         nodes = f"--nnodes {-(-gpus // GPUS_PER_NODE)} " if gpus > GPUS_PER_NODE else ""
         # Megatron's default, allgather, is refused where experts are spread over replicas.
-        spread = self.topology.ep_span > 1 and "moe_token_dispatcher_type" not in self.options(policy)
+        spread = self.topology.ep_dp_size > 1 and "moe_token_dispatcher_type" not in self.options(policy)
         return (
             f"torchrun {nodes}--nproc-per-node {min(gpus, GPUS_PER_NODE)} -m megatron_balance.launch YOUR_SCRIPT … "
             f"--calculate-per-token-loss {'--moe-token-dispatcher-type alltoall ' if spread else ''}{policy.flags}"
@@ -240,7 +240,7 @@ def _reasons(
     if chosen.policy.dynamic_cp:
         yield f"Context-parallel sizes of their own are {chosen.speedup(best):.2f}x as fast as {best.policy.name}."
     num_ranks = chosen.setting.topology.dynamic_cp_sizes[-1]  # that may share a sequence
-    at_most = chosen.setting.topology.at_cp_size(num_ranks)
+    at_most = chosen.setting.topology.with_cp_size(num_ranks)
     lengths = np.concatenate([step.segments for step in packed.steps])
     padded, cap = at_most.padded_seq_len(lengths), num_ranks * (chosen.setting.limits.max_tokens_per_gpu or 0)
     shared = any(result.policy.dynamic_cp and result.least_headroom >= 0 for result in results if result is not chosen)

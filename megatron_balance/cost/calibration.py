@@ -109,14 +109,14 @@ class Measurements:
     steps: NDArray[np.int64]
     slots: NDArray[np.int64]
     tokens: Floats
-    slot_of: NDArray[np.int64]
+    microbatch_of: NDArray[np.int64]
     core: Floats
     received: Floats
 
     def features(self, exchange: float) -> Floats:
         """`[num_measured, 3]`: 1, tokens, and attention or, where it takes longer, `exchange` a received token."""
         longer = np.maximum(self.core, exchange * self.received)
-        of_slots = np.bincount(self.slot_of, weights=longer, minlength=int(self.slots.max()) + 1)
+        of_slots = np.bincount(self.microbatch_of, weights=longer, minlength=int(self.slots.max()) + 1)
         return np.column_stack([np.ones_like(self.tokens), self.tokens, of_slots[self.slots]])
 
 

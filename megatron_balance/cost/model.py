@@ -62,7 +62,7 @@ class CostModel:
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
         cp_exchange: cost of receiving one token's keys and values from another context-parallel rank; a rank waits only
-            for what takes longer than its attention. Plans with dynamic context-parallel sizes use it, by `at_cp_size`.
+            for what takes longer than its attention. Plans with dynamic context-parallel sizes use it.
         cp_received: the same summed over all ranks, where the same number of them shares every sample.
         image_linear: cost per patch of an image in the vision encoder and the projector.
         image_quadratic: cost per squared patch of an image.
@@ -170,7 +170,7 @@ class CostModel:
             image_quadratic=core((2 if frozen_encoder else 7) * of_image.quadratic),
         )
 
-    def at_cp_size(self, cp_size: int) -> CostModel:
+    def summed_over_cp(self, cp_size: int) -> CostModel:
         """Costs of samples that `cp_size` ranks share, summed over these ranks.
 
         Each of c ranks receives (c-1)/c of a sample's keys and values from the others while it computes attention, and
@@ -179,7 +179,7 @@ class CostModel:
         2310.01889, section 3); published tables of long samples refute an exchange in full (docs/cost-model.md).
 
         Example:
-            >>> shared = CostModel(linear=100, quadratic=1, cp_exchange=8).at_cp_size(4)
+            >>> shared = CostModel(linear=100, quadratic=1, cp_exchange=8).summed_over_cp(4)
             >>> shared(10), shared(100)  # 24 units a token are waited for until attention takes as long
             (1240, 20000)
         """

@@ -59,7 +59,7 @@ def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflo
 
     Ring attention passes them to every other rank of a group: once in the forward pass, once more in the backward pass,
     and there their gradients as well (Liu et al. 2023, arXiv 2310.01889, section 3). A sliding window does not shorten
-    the ring. `CostModel.at_cp_size` counts what attention does not hide of it.
+    the ring. `CostModel.summed_over_cp` counts what attention does not hide of it.
 
     A GPU receives `bytes_per_second`, two bytes a number, and runs what is linear in tokens at `tflops`. Layers that
     context parallelism does not split by such a ring are refused.

@@ -75,7 +75,7 @@ class MicrobatchContext:
                 def key(place: Place, size: int = size) -> Hashable | None:
                     block = (place.dp * topology.cp_size + place.cp) // size
                     lane = place.pp, None if over_tensor_ranks else place.tp
-                    return (*lane, block) if (block + 1) * size <= topology.num_leaves else None
+                    return (*lane, block) if (block + 1) * size <= topology.dp_cp_size else None
 
                 if size != topology.cp_size:
                     group = make_groups(layout.groups(key), timeout=timeout, backend=dist.get_backend(static))

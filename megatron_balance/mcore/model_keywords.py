@@ -42,7 +42,7 @@ def router_masks(slots: Slots, *, model: Any, topology: Topology, place: Place) 
         padding_mask(
             lengths,
             num_tokens=num_tokens,
-            token_multiple=topology.at_cp_size(size).token_multiple,
+            token_multiple=topology.with_cp_size(size).token_multiple,
             cp_size=size,
             cp_rank=leaf % size,
         )

@@ -211,7 +211,7 @@ def warn_of_oversized(schedule: DataSchedule) -> None:
     if not schedule.oversized:
         return
     longest = int(schedule.padded_lengths.max())
-    topology = schedule.topology.at_cp_size(schedule.topology.dynamic_cp_sizes[-1])
+    topology = schedule.topology.with_cp_size(schedule.topology.dynamic_cp_sizes[-1])
     cap = schedule.limits.max_tokens_per_microbatch(topology)
     warn_once(
         f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "

@@ -22,7 +22,7 @@ from megatron_balance.planner.schedule import DataSchedule, batch_of
 from megatron_balance.planner.times import (
     OBJECTIVES,
     is_makespan,
-    mountain_order,
+    organ_pipe_order,
     resolve_objective,
     waiting,
 )
@@ -42,7 +42,7 @@ __all__ = [
     "is_makespan",
     "makespans",
     "karmarkar_karp",
-    "mountain_order",
+    "organ_pipe_order",
     "number_groups",
     "partition_items",
     "plan_metrics",

@@ -32,7 +32,7 @@ MOST_SHARING = 4
 class Plan:
     """The micro-batches of a batch."""
 
-    slot_of: Ints  # [num_samples] rank * num_microbatches + slot; of several leaves the first
+    microbatch_of: Ints  # [num_samples] rank * num_microbatches + slot; of several leaves the first
     cp_sizes: Ints  # [num_ranks, num_microbatches] leaves that share each, as DataSchedule.cp_size_grid; 1 at one size
 
 
@@ -110,20 +110,22 @@ class Batch:
         """`[num_groups, rows]`: a row lasts as long as its highest bin, of each part."""
         return self.heights(bin_of, rows).max(axis=3).sum(axis=0) + self.launch
 
-    def cost_grid(self, slot_of: Ints, cp_sizes: Ints) -> Ints:
+    def cost_grid(self, microbatch_of: Ints, cp_sizes: Ints) -> Ints:
         """Cost of every micro-batch, `[num_ranks, num_microbatches]`. Of `cp_sizes` only the shape matters."""
-        return self._parts(slot_of, cp_sizes.shape[1]).sum(axis=0) + self.launch
+        return self._parts(microbatch_of, cp_sizes.shape[1]).sum(axis=0) + self.launch
 
-    def time(self, slot_of: Ints, cp_sizes: Ints) -> int:
+    def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
         """Predicted time of the step, in the units of the costs; arguments as for `cost_grid`."""
         num_microbatches = cp_sizes.shape[1]
-        of_groups = self._parts(slot_of, num_microbatches).reshape(len(self.costs), -1, self.span, num_microbatches)
+        of_groups = self._parts(microbatch_of, num_microbatches).reshape(
+            len(self.costs), -1, self.span, num_microbatches
+        )
         return int(self.waiting.times(of_groups.max(axis=2).sum(axis=0) + self.launch).max())
 
-    def _parts(self, slot_of: Ints, num_microbatches: int) -> Ints:
+    def _parts(self, microbatch_of: Ints, num_microbatches: int) -> Ints:
         """`[num_parts, num_ranks, num_microbatches]`."""
         alone = replace(self, waiting=replace(self.waiting, span=1))
-        return alone.heights(slot_of, num_microbatches)[..., 0]
+        return alone.heights(microbatch_of, num_microbatches)[..., 0]
 
     @cached_property
     def least_rows(self) -> int:
@@ -236,7 +238,7 @@ def make_batch(problem: Problem) -> Batch:
     Images take no room in a micro-batch beside the tokens that they become.
     """
     topology, cost_model, limits, images = problem.topology, problem.cost_model, problem.limits, problem.images
-    expert_span = topology.ep_span
+    expert_span = topology.ep_dp_size
     if topology.dp_size % expert_span:
         raise BalanceError(
             f"ep_size is {topology.ep_size}: expert-parallel groups of {expert_span} data-parallel ranks "

@@ -232,7 +232,7 @@ def build_data_schedule(
     batch = batch_of(problem)
     if isinstance(batch, SizedBatch):
         planned = plan_sizes(batch)
-        slot_of, cp_sizes = planned.slot_of, planned.cp_sizes
+        microbatch_of, cp_sizes = planned.microbatch_of, planned.cp_sizes
     else:
         planned = _planned(
             batch,
@@ -242,7 +242,7 @@ def build_data_schedule(
             home_ranks=None if move_samples else homes,
             num_microbatches=num_microbatches,
         )
-        slot_of, cp_sizes = planned.slot_of, planned.cp_sizes * topology.cp_size
+        microbatch_of, cp_sizes = planned.microbatch_of, planned.cp_sizes * topology.cp_size
         num_planned = cp_sizes.shape[1]
         if num_microbatches not in (None, num_planned) or num_planned % topology.microbatch_multiple:
             raise BalanceError(
@@ -251,11 +251,11 @@ def build_data_schedule(
             )
         batch.check_total(num_microbatches=num_planned)
         if homes is not None and move_samples:
-            slot_of = keep_local(
-                batch, slot_of, num_microbatches=num_planned, problem=problem, whole_ranks=kept is not None
+            microbatch_of = keep_local(
+                batch, microbatch_of, num_microbatches=num_planned, problem=problem, whole_ranks=kept is not None
             )
-    return DataSchedule.placed(
-        problem, slot_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=kept
+    return DataSchedule.from_assignment(
+        problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=kept
     )
 
 
@@ -282,7 +282,7 @@ def _planned(
         return (plan_pipeline if caps.waiting.is_makespan else plan)(caps, rows=num_microbatches)
 
     planned = within(batch)
-    if counts_samples or most is None or int(np.bincount(planned.slot_of, minlength=1).max()) <= most:
+    if counts_samples or most is None or int(np.bincount(planned.microbatch_of, minlength=1).max()) <= most:
         return planned
     return within(batch.with_sample_cap(most))
 

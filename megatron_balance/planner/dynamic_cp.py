@@ -44,7 +44,7 @@ class SizedBatch:
     tokens: Ints  # [num_levels, num_samples] padded, on each of them
     cap: int  # tokens that a rank holds in one micro-batch
     launch: int  # fixed cost of a micro-batch on each of its ranks
-    num_leaves: int  # ranks that micro-batches are spread over
+    dp_cp_size: int  # ranks that micro-batches are spread over
     expert_span: int  # neighbouring leaves that share the work of experts
     waiting: Waiting  # which leaves wait for one another, beside those that share a micro-batch
     even: bool  # all leaves have the same number of slots, a multiple of `multiple`
@@ -98,29 +98,29 @@ class SizedBatch:
     @cached_property
     def least_rows(self) -> int:
         """Lower bound on the micro-batches of the busiest rank, from tokens; at least one."""
-        return max(1, -(-self._room_needed() // (self.cap * self.num_leaves)))
+        return max(1, -(-self._room_needed() // (self.cap * self.dp_cp_size)))
 
-    def cost_grid(self, slot_of: Ints, cp_sizes: Ints) -> Ints:
-        """Cost of every leaf's micro-batches, `[num_leaves, num_microbatches]`: dummies cost `launch`, no slot 0."""
-        levels = (1 << np.arange(self.num_levels)).searchsorted(cp_sizes.reshape(-1)[slot_of])
-        of_first = sums(self.at(self.costs, levels), slot_of, cp_sizes.size).reshape(cp_sizes.shape)
-        first = first_leaves(cp_sizes)
+    def cost_grid(self, microbatch_of: Ints, cp_sizes: Ints) -> Ints:
+        """Cost of every leaf's micro-batches, `[dp_cp_size, num_microbatches]`: dummies cost `launch`, no slot 0."""
+        levels = (1 << np.arange(self.num_levels)).searchsorted(cp_sizes.reshape(-1)[microbatch_of])
+        of_first = sums(self.at(self.costs, levels), microbatch_of, cp_sizes.size).reshape(cp_sizes.shape)
+        first = first_ranks(cp_sizes)
         grid = of_first[first, np.arange(first.shape[1])] + self.launch
         if self.shared.any():
-            work = sums(self.at(self.shared, levels), slot_of, cp_sizes.size).reshape(cp_sizes.shape)
+            work = sums(self.at(self.shared, levels), microbatch_of, cp_sizes.size).reshape(cp_sizes.shape)
             of_leaves = -(-work[first, np.arange(first.shape[1])] // np.maximum(cp_sizes, 1))
-            starts = np.arange(0, self.num_leaves, self.expert_span)
-            of_groups, members = np.add.reduceat(of_leaves, starts), np.diff(starts, append=self.num_leaves)
+            starts = np.arange(0, self.dp_cp_size, self.expert_span)
+            of_groups, members = np.add.reduceat(of_leaves, starts), np.diff(starts, append=self.dp_cp_size)
             grid += (-(-of_groups // members[:, None])).repeat(members, axis=0)
         grid[cp_sizes == 0] = 0
         return grid
 
-    def time(self, slot_of: Ints, cp_sizes: Ints) -> int:
+    def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
         """Predicted time of a plan: of the slowest leaf, or of all if they wait in every slot.
 
         In a pipeline without that, a stage runs its micro-batches in slot order, each once all its leaves are free.
         """
-        costs, first = self.cost_grid(slot_of, cp_sizes), first_leaves(cp_sizes)
+        costs, first = self.cost_grid(microbatch_of, cp_sizes), first_ranks(cp_sizes)
         if self.waiting.in_slots:
             return int(self.waiting.times(costs.max(axis=0, keepdims=True))[0])
 
@@ -139,7 +139,7 @@ class SizedBatch:
         """The largest sample, at its cheapest size, over an even share of the least work; at least 1.0."""
         largest = int(self.at(self.costs, self.cheapest).max(initial=0))
         total = int((self.at(self.costs, self.least_levels) << self.least_levels).sum())
-        return max(1.0, largest * self.num_leaves / max(total, 1))
+        return max(1.0, largest * self.dp_cp_size / max(total, 1))
 
     def least_work(self) -> int:
         """Lower bound on the work of the fullest leaf.
@@ -152,7 +152,7 @@ class SizedBatch:
         """
         if not self.num_samples:
             return self.launch
-        least_slots = self.num_leaves
+        least_slots = self.dp_cp_size
         if self.even:
             least_slots *= self.least_rows
         else:
@@ -166,12 +166,12 @@ class SizedBatch:
                 high = middle
             else:
                 low = middle + 1
-        return low + (self.even_shared if self.expert_span >= self.num_leaves else 0)
+        return low + (self.even_shared if self.expert_span >= self.dp_cp_size else 0)
 
     @property
     def even_shared(self) -> int:
         """Work of experts over all leaves at least, on each of them."""
-        return -(-int(self.shared[0].sum()) // self.num_leaves)
+        return -(-int(self.shared[0].sum()) // self.dp_cp_size)
 
     def _is_possible(self, time: int, *, least_slots: int) -> bool:
         """False where no plan ends within `time`. `least_slots`: micro-batches, each counted once a rank."""
@@ -181,10 +181,10 @@ class SizedBatch:
             return False
         areas = sums(costs << levels, levels, self.num_levels)
         of_larger: list[int] = np.cumsum(areas[::-1])[::-1].tolist()
-        beside = int(self.shared[0].sum()) if self.expert_span < self.num_leaves else 0
-        if of_larger[0] + beside + self.launch * least_slots > time * self.num_leaves:
+        beside = int(self.shared[0].sum()) if self.expert_span < self.dp_cp_size else 0
+        if of_larger[0] + beside + self.launch * least_slots > time * self.dp_cp_size:
             return False
-        return all(area <= time * (self.num_leaves >> level << level) for level, area in enumerate(of_larger))
+        return all(area <= time * (self.dp_cp_size >> level << level) for level, area in enumerate(of_larger))
 
     def _room_needed(self) -> int:
         """Tokens of all samples at their smallest size, over all ranks; an over-long one fills its ranks."""
@@ -192,8 +192,8 @@ class SizedBatch:
         return int((held << self.least_levels).sum())
 
 
-def first_leaves(cp_sizes: Ints) -> Ints:
-    """The first leaf of every leaf's micro-batches, a multiple of their size, `[num_leaves, num_microbatches]`."""
+def first_ranks(cp_sizes: Ints) -> Ints:
+    """The first leaf of every leaf's micro-batches, a multiple of their size, `[dp_cp_size, num_microbatches]`."""
     leaves = np.arange(len(cp_sizes))[:, None]
     return leaves - leaves % np.maximum(cp_sizes, 1)
 
@@ -207,15 +207,15 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
             "cap, so set max_tokens_per_gpu alone."
         )
     sizes, per_token = topology.dynamic_cp_sizes, cost_model.expert_linear
-    if topology.ep_span == 1:
+    if topology.ep_dp_size == 1:
         cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
     unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
-    padded = [topology.at_cp_size(size).padded_seq_len(unique) for size in sizes]
-    own = [cost_model.at_cp_size(size).exact_costs(of_size) for of_size, size in zip(padded, sizes, strict=True)]
+    padded = [topology.with_cp_size(size).padded_seq_len(unique) for size in sizes]
+    own = [cost_model.summed_over_cp(size).exact_costs(of_size) for of_size, size in zip(padded, sizes, strict=True)]
     shared = [of_size.astype(object) * per_token for of_size in padded]
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
     most = sum(cost * count for cost, count in zip((own[-1] + shared[-1]).tolist(), counts.tolist(), strict=True))
-    most += cost_model.per_microbatch * (problem.lengths.size + 1) * topology.num_leaves
+    most += cost_model.per_microbatch * (problem.lengths.size + 1) * topology.dp_cp_size
     shift = max(0, most.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
 
     def of_samples(costs: NDArray[Any], size: int) -> Ints:
@@ -233,10 +233,10 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
         tokens=tokens,
         cap=min(limits.max_tokens_per_gpu, max(int(tokens[0].sum()), 1)),  # as good as none, and within int64
         launch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
-        num_leaves=topology.num_leaves,
-        expert_span=topology.ep_span,
+        dp_cp_size=topology.dp_cp_size,
+        expert_span=topology.ep_dp_size,
         waiting=waiting(problem.objective, topology=topology),
-        even=topology.has_even_slots or problem.objective != "step",
+        even=topology.has_equal_counts or problem.objective != "step",
         multiple=topology.microbatch_multiple,
         shift=shift,
     )

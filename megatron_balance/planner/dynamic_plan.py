@@ -17,7 +17,7 @@ from megatron_balance.planner.fixed_ranks import pour_each
 from megatron_balance.planner.inputs import Ints
 from megatron_balance.planner.pipeline_plan import EFFORT, plan_pipeline
 from megatron_balance.planner.plan import GOOD_ENOUGH, plan, pour
-from megatron_balance.planner.times import mountain_order
+from megatron_balance.planner.times import organ_pipe_order
 
 TOLERANCE = 2048
 """The search for a target ends within one part in this many of the lower bound."""
@@ -50,14 +50,14 @@ def plan_sizes(batch: SizedBatch) -> Plan:
     The fastest is taken, the first of equals; a pipeline is planned both ways.
     """
     if not batch.num_samples:
-        sizes = np.ones((batch.num_leaves, batch.multiple if batch.even else 1), dtype=np.int64)
+        sizes = np.ones((batch.dp_cp_size, batch.multiple if batch.even else 1), dtype=np.int64)
         return Plan(np.zeros(0, dtype=np.int64), sizes)
     waiting = batch.waiting
     plans = [plan_in_rows(batch)] if waiting.in_slots or waiting.is_makespan else []
     plans += [plan_on_tree(batch)] if not waiting.in_slots else []
 
     def time(plan: Plan) -> int:
-        return batch.time(plan.slot_of, plan.cp_sizes)
+        return batch.time(plan.microbatch_of, plan.cp_sizes)
 
     bound = batch.lower_bound()
     if min(map(time, plans)) > bound + bound // GOOD_ENOUGH:
@@ -68,7 +68,7 @@ def plan_sizes(batch: SizedBatch) -> Plan:
 def plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
     """The plan in which `2**level` leaves share every micro-batch; None where samples or leaves do not divide so."""
     size = 1 << level
-    if batch.num_leaves % size or int(batch.least_levels.max()) > level:
+    if batch.dp_cp_size % size or int(batch.least_levels.max()) > level:
         return None
     span = max(batch.waiting.span // size, 1)
     replicas = Batch(
@@ -76,7 +76,7 @@ def plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
         shared=-(-batch.shared[level] // size),
         weights=np.minimum(batch.tokens[level], batch.cap + 1),
         cap=batch.cap,
-        num_ranks=batch.num_leaves // size,
+        num_ranks=batch.dp_cp_size // size,
         waiting=replace(batch.waiting, span=span),
         expert_span=max(batch.expert_span // size, 1),
         launch=batch.launch,
@@ -88,7 +88,7 @@ def plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
         found = plan_pipeline(replicas, effort=EFFORT // batch.num_levels)
     else:
         found = plan(replicas)
-    rank, slot = np.divmod(found.slot_of, found.cp_sizes.shape[1])
+    rank, slot = np.divmod(found.microbatch_of, found.cp_sizes.shape[1])
     return Plan(rank * size * found.cp_sizes.shape[1] + slot, (found.cp_sizes * size).repeat(size, axis=0))
 
 
@@ -117,17 +117,17 @@ def plan_on_tree(batch: SizedBatch) -> Plan:
             else:
                 best = found
         plans.append(_pack_nodes(batch, levels=best[0], nodes=best[1]))
-    return min(plans, key=lambda plan: batch.time(plan.slot_of, plan.cp_sizes))
+    return min(plans, key=lambda plan: batch.time(plan.microbatch_of, plan.cp_sizes))
 
 
 def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] | None:
     """Level and node of every sample and the cost of the fullest leaf; None if that would exceed the target."""
     wanted = batch.levels_within(target)
-    levels, nodes, loads = wanted.copy(), np.zeros_like(wanted), np.zeros(batch.num_leaves, dtype=np.int64)
+    levels, nodes, loads = wanted.copy(), np.zeros_like(wanted), np.zeros(batch.dp_cp_size, dtype=np.int64)
 
     def place(ids: Ints, level: int) -> int:
         """Pours samples into the nodes of a level up to the first that finds no room; returns how many it placed."""
-        num_nodes, costs = batch.num_leaves >> level, batch.costs[level, ids]
+        num_nodes, costs = batch.dp_cp_size >> level, batch.costs[level, ids]
         of_nodes = loads[: num_nodes << level].reshape(num_nodes, -1)
         fullest, free = of_nodes.max(axis=1), np.zeros((num_nodes, 1), dtype=np.int64)
         slack, none = (target - fullest)[:, None], np.zeros_like(costs)
@@ -151,7 +151,7 @@ def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] |
 def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> Plan:
     """Micro-batches of every node, first fit by falling tokens, the root's first."""
     leaf_of = nodes << levels
-    slot_of, filled = np.zeros(batch.num_samples, dtype=np.int64), np.zeros(batch.num_leaves, dtype=np.int64)
+    microbatch_of, filled = np.zeros(batch.num_samples, dtype=np.int64), np.zeros(batch.dp_cp_size, dtype=np.int64)
     ends: list[tuple[int, Ints]] = []
     for level in range(batch.num_levels - 1, -1, -1):
         ids = np.flatnonzero(levels == level)
@@ -160,14 +160,14 @@ def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> Plan:
         held = batch.tokens[level, ids].clip(1, batch.cap)
         order = np.lexsort((-held, nodes[ids]))
         ids, held = ids[order], held[order]
-        num_nodes = batch.num_leaves >> level
+        num_nodes = batch.dp_cp_size >> level
         # Two packs together hold more than the cap, or first fit would not have opened the second.
         width = 2 * (int(sums(held, nodes[ids], num_nodes).max()) // batch.cap) + 1
         room = np.full((num_nodes, width), batch.cap, dtype=np.int64)
         # First fit: the first bins have by far the most slack.
         slack = np.tile(np.arange(width, 0, -1) * (int(held.sum()) + 1), (num_nodes, 1))
         pack = pour_each(held, held, group_of=nodes[ids], slack=slack, room=room)
-        slot_of[ids] = filled[leaf_of[ids]] + pack
+        microbatch_of[ids] = filled[leaf_of[ids]] + pack
         counts = np.zeros(num_nodes, dtype=np.int64)
         np.maximum.at(counts, nodes[ids], pack + 1)
         filled[: num_nodes << level] += counts.repeat(1 << level)
@@ -182,17 +182,17 @@ def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> Plan:
             reach = num_slots.size >> level << level
             most = num_slots[:reach].reshape(-1, 1 << level).max(axis=1).repeat(1 << level)
             num_slots[:reach] += (num_slots[:reach] == end[:reach]) & (most > end[:reach])
-    return _sized_plan(leaf_of, slot_of, levels=levels, num_slots=num_slots)
+    return _sized_plan(leaf_of, microbatch_of, levels=levels, num_slots=num_slots)
 
 
-def _sized_plan(leaf_of: Ints, slot_of: Ints, *, levels: Ints, num_slots: Ints) -> Plan:
-    """The plan of samples with a first leaf, a slot and a level each, `[num_samples]`. `num_slots`: `[num_leaves]`."""
+def _sized_plan(leaf_of: Ints, microbatch_of: Ints, *, levels: Ints, num_slots: Ints) -> Plan:
+    """The plan of samples with a first leaf, a slot and a level each, `[num_samples]`. `num_slots`: `[dp_cp_size]`."""
     most = int(num_slots.max())
     sizes = (np.arange(most) < num_slots[:, None]).astype(np.int64)
     for level in np.unique(levels[levels > 0]).tolist():
         here = levels == level
-        sizes[leaf_of[here, None] + np.arange(1 << level), slot_of[here, None]] = 1 << level
-    return Plan(leaf_of * most + slot_of, sizes)
+        sizes[leaf_of[here, None] + np.arange(1 << level), microbatch_of[here, None]] = 1 << level
+    return Plan(leaf_of * most + microbatch_of, sizes)
 
 
 class Outline(NamedTuple):
@@ -220,16 +220,16 @@ def plan_in_rows(batch: SizedBatch) -> Plan:
             filled += batch.num_samples
             packs, left = fill(views[view], outline, height=height)
             plan = shelve(batch, packs)
-            heights = batch.cost_grid(plan.slot_of, plan.cp_sizes).max(axis=0, keepdims=True)
-            order = mountain_order(heights) if where.is_makespan else np.arange(heights.size)[None]
+            heights = batch.cost_grid(plan.microbatch_of, plan.cp_sizes).max(axis=0, keepdims=True)
+            order = organ_pipe_order(heights) if where.is_makespan else np.arange(heights.size)[None]
             time = int(where.times(heights[:, order[0]])[0])
             if best is None or time < best[0]:
-                leaf, row = np.divmod(plan.slot_of, order.size)
-                slot_of = leaf * order.size + np.argsort(order[0])[row]
-                best = time, Plan(slot_of, plan.cp_sizes[:, order[0]])
+                leaf, row = np.divmod(plan.microbatch_of, order.size)
+                microbatch_of = leaf * order.size + np.argsort(order[0])[row]
+                best = time, Plan(microbatch_of, plan.cp_sizes[:, order[0]])
             if not left:
                 break
-            height += max(left // (outline.num_rows * batch.num_leaves), height // 256) + 1
+            height += max(left // (outline.num_rows * batch.dp_cp_size), height // 256) + 1
     assert best is not None, "there is an outline for any samples"
     return best[1]
 
@@ -256,7 +256,7 @@ def _outline(batch: SizedBatch, num_rows: int, *, limit: int) -> Outline:
     order = np.argsort(-costs, kind="stable")
     costs, tokens, widths = costs[order], tokens[order], 1 << levels[order]
     ends, areas = np.cumsum(widths), np.cumsum(costs * widths)
-    total, leaves = int(areas[-1]), batch.num_leaves
+    total, leaves = int(areas[-1]), batch.dp_cp_size
     height = total // (num_rows * leaves)
     while True:
         num_high = int(np.searchsorted(-costs, -height))
@@ -296,7 +296,7 @@ class Packs:
     def add_rows(self, count: int) -> None:
         """Adds empty rows."""
         self.heights = np.concatenate([self.heights, np.full(count, self.height, dtype=np.int64)])
-        self.spare = np.concatenate([self.spare, np.full(count, self.batch.num_leaves, dtype=np.int64)])
+        self.spare = np.concatenate([self.spare, np.full(count, self.batch.dp_cp_size, dtype=np.int64)])
 
     def open(self, level: int, wanted: int) -> bool:
         """Opens up to as many packs on the free leaves of the first rows; False where there are none."""
@@ -333,7 +333,7 @@ def fill(batch: SizedBatch, outline: Outline, *, height: int) -> tuple[Packs, in
     costs, tokens = batch.at(batch.costs, levels), batch.at(batch.tokens, levels)
     high = np.flatnonzero((costs > height) | (tokens > batch.cap))
     high = high[np.lexsort((-levels[high], -costs[high]))]
-    row_of, tops, spare = _first_fit(costs[high], levels[high], num_leaves=batch.num_leaves)
+    row_of, tops, spare = _first_fit(costs[high], levels[high], dp_cp_size=batch.dp_cp_size)
     pack_of = np.full(batch.num_samples, -1, dtype=np.int64)
     pack_of[high] = np.arange(high.size)
     room = np.where(tokens[high] > batch.cap, -1, batch.cap - tokens[high])
@@ -344,7 +344,7 @@ def fill(batch: SizedBatch, outline: Outline, *, height: int) -> tuple[Packs, in
         ids = np.flatnonzero((levels == level) & (pack_of < 0))
         ids = ids[np.argsort(-costs[ids], kind="stable")]
         if not level:
-            packs.open(0, batch.num_leaves * packs.spare.size)
+            packs.open(0, batch.dp_cp_size * packs.spare.size)
         ids = packs.pour(ids, level)
         while ids.size:
             if packs.open(level, packs.needed(ids, level)):
@@ -353,7 +353,7 @@ def fill(batch: SizedBatch, outline: Outline, *, height: int) -> tuple[Packs, in
             for larger in range(level + 1, batch.num_levels):
                 ids = packs.pour(ids, larger)
             left += int((batch.costs[level, ids] << level).sum())
-            packs.add_rows(-(-(packs.needed(ids, level) << level) // batch.num_leaves))
+            packs.add_rows(-(-(packs.needed(ids, level) << level) // batch.dp_cp_size))
     return packs, left
 
 
@@ -367,7 +367,7 @@ def shelve(batch: SizedBatch, packs: Packs) -> Plan:
     counts = np.bincount(pack_of, minlength=levels.size)
     order = np.flatnonzero(counts)
     order = order[np.lexsort((-levels[order], -loads[order]))]
-    row_of, _, spare = _first_fit(loads[order], levels[order], num_leaves=batch.num_leaves)
+    row_of, _, spare = _first_fit(loads[order], levels[order], dp_cp_size=batch.dp_cp_size)
     rows, leaves = np.zeros((2, levels.size), dtype=np.int64)
     samples = np.split(np.argsort(pack_of, kind="stable"), np.cumsum(counts)[:-1])
     for row, free in enumerate(spare.tolist()):
@@ -376,7 +376,7 @@ def shelve(batch: SizedBatch, packs: Packs) -> Plan:
         # The largest first, so that each starts at a multiple of its size.
         by_size = of_row[np.lexsort((of_row, -levels[of_row]))]
         rows[of_row], leaves[by_size] = row, np.cumsum(1 << levels[by_size]) - (1 << levels[by_size])
-    num_slots = np.full(batch.num_leaves, -(-spare.size // batch.multiple) * batch.multiple)
+    num_slots = np.full(batch.dp_cp_size, -(-spare.size // batch.multiple) * batch.multiple)
     return _sized_plan(leaves[pack_of], rows[pack_of], levels=levels[pack_of], num_slots=num_slots)
 
 
@@ -404,7 +404,7 @@ def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: I
         heapreplace(heap, (-wider, pack))
 
 
-def _first_fit(costs: Ints, levels: Ints, *, num_leaves: int) -> tuple[Ints, Ints, Ints]:
+def _first_fit(costs: Ints, levels: Ints, *, dp_cp_size: int) -> tuple[Ints, Ints, Ints]:
     """Rows of packs that come by falling cost: the row of each, the height of each row and the leaves it has left."""
     row_of: list[int] = []
     heights: list[int] = []
@@ -416,7 +416,7 @@ def _first_fit(costs: Ints, levels: Ints, *, num_leaves: int) -> tuple[Ints, Int
         row = next((row for row in range(first_open, len(spare)) if spare[row] >> level), len(spare))
         if row == len(spare):
             heights.append(cost)
-            spare.append(num_leaves)
+            spare.append(dp_cp_size)
         spare[row] -= 1 << level
         row_of.append(row)
     return np.array(row_of, dtype=np.int64), np.array(heights, dtype=np.int64), np.array(spare, dtype=np.int64)

@@ -54,7 +54,7 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Pl
     def bins(rows: int, slots: Ints) -> Ints:
         return ranks * rows + _no_empty(slots, ranks, counts, rows)
 
-    slot_of = np.empty_like(order)
+    microbatch_of = np.empty_like(order)
     if batch.waiting.is_makespan:
         starts: list[tuple[Ints, int]] = []
         for wanted in sorted({max(number, fewest) for number in numbers_of_microbatches(inner, rows)}):
@@ -63,8 +63,8 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Pl
                 rank, slot = np.divmod(bins(num_rows, slots), num_rows)
                 group, column = np.divmod(rank, batch.span)
                 starts.append(((group * num_rows + slot) * batch.span + column, num_rows))
-        slot_of[order], rows = improved(inner, [starts], bound=True)
-        return Plan(slot_of, _alone(batch, rows))
+        microbatch_of[order], rows = improved(inner, [starts], bound=True)
+        return Plan(microbatch_of, _alone(batch, rows))
     best: tuple[int, Ints, int] | None = None
     lost = reached = 0
     for wanted in (max(number, fewest) for number in (row_counts(inner) if rows is None else (rows,))):
@@ -80,8 +80,8 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, rows: int | None = None) -> Pl
             if best is None or time < best[0]:
                 best, lost = (time, placed, num_rows), 0
     assert best is not None, "one number of rows is always tried"
-    slot_of[order] = best[1]
-    return Plan(slot_of, _alone(batch, best[2]))
+    microbatch_of[order] = best[1]
+    return Plan(microbatch_of, _alone(batch, best[2]))
 
 
 def karmarkar_karp_plan(batch: Batch, *, equal_count: bool, rows: int | None = None) -> Plan:
@@ -94,17 +94,17 @@ def karmarkar_karp_plan(batch: Batch, *, equal_count: bool, rows: int | None = N
     ids = [np.flatnonzero(rank_of == rank) for rank in range(batch.num_ranks)]
     rows = next(iter(row_counts(batch))) if rows is None else rows
     while True:
-        slot_of = np.zeros(batch.num_samples, dtype=np.int64)
+        microbatch_of = np.zeros(batch.num_samples, dtype=np.int64)
         for rank, own in enumerate(ids):
             slots = _parts(karmarkar_karp(batch.own[own], num_parts=rows, equal_size=equal_count))
-            slot_of[own] = rank * rows + slots
-        held = sums(batch.weights, slot_of, batch.num_ranks * rows)
-        if not ((held > batch.cap) & (np.bincount(slot_of, minlength=held.size) > 1)).any():
+            microbatch_of[own] = rank * rows + slots
+        held = sums(batch.weights, microbatch_of, batch.num_ranks * rows)
+        if not ((held > batch.cap) & (np.bincount(microbatch_of, minlength=held.size) > 1)).any():
             break
         rows += batch.multiple * max(1, rows // (32 * batch.multiple))
     order = np.argsort(-batch.own, kind="stable")
-    filled = np.empty_like(slot_of)
-    filled[order] = no_empty(slot_of[order], batch.num_ranks * rows)
+    filled = np.empty_like(microbatch_of)
+    filled[order] = no_empty(microbatch_of[order], batch.num_ranks * rows)
     return Plan(_ordered(batch, filled, rows), _alone(batch, rows))
 
 
@@ -128,7 +128,7 @@ def partition_items(costs: Ints, *, num_parts: int, equal_count: bool) -> Ints:
         cap = max(-(-costs.size // num_parts) if equal else costs.size, 1)
         none, ones = np.zeros_like(costs), np.ones_like(costs)
         batch = Batch(costs[None], shared=none, weights=ones, cap=cap, num_ranks=num_parts, waiting=_APART)
-        ways.append(plan(batch, rows=1).slot_of)
+        ways.append(plan(batch, rows=1).microbatch_of)
     # The first of equals: the same choice everywhere.
     return min(ways, key=most)
 
@@ -237,10 +237,10 @@ def _no_empty(slots: Ints, ranks: Ints, counts: Ints, rows: int) -> Ints:
     return slots
 
 
-def _ordered(batch: Batch, slot_of: Ints, rows: int) -> Ints:
+def _ordered(batch: Batch, microbatch_of: Ints, rows: int) -> Ints:
     """Slots of each rank by falling cost, so that ranks have equal ones; in a pipeline as a mountain."""
     apart = replace(batch, expert_span=1, waiting=replace(batch.waiting, span=1))
-    return in_slots(apart, slot_of, rows)
+    return in_slots(apart, microbatch_of, rows)
 
 
 def _alone(batch: Batch, rows: int) -> Ints:

@@ -177,7 +177,7 @@ class Problem:
         """Padded tokens of every sample at a context-parallel size of its own, `[num_samples]` as `sizes`."""
         padded = np.zeros_like(sizes)
         for size in np.unique(sizes).tolist():
-            of_segments = self.topology.at_cp_size(size).padded_seq_len(self.segments)
+            of_segments = self.topology.with_cp_size(size).padded_seq_len(self.segments)
             at_size = sum_segments(of_segments, num_segments=self.num_segments)
             padded[sizes == size] = at_size[sizes == size]
         return padded

@@ -25,14 +25,14 @@ _Benefits = tuple[Ints, Ints, Ints]
 
 
 def keep_local(
-    batch: Batch, slot_of: Ints, *, num_microbatches: int, problem: Problem, whole_ranks: bool = False
+    batch: Batch, microbatch_of: Ints, *, num_microbatches: int, problem: Problem, whole_ranks: bool = False
 ) -> Ints:
     """Exchanges equal ranks, micro-batches and samples so that fewer tokens move, at the same cost.
 
     With `whole_ranks` samples of one rank stay on one rank.
     """
-    if batch.num_ranks == 1 or not slot_of.size:
-        return slot_of
+    if batch.num_ranks == 1 or not microbatch_of.size:
+        return microbatch_of
 
     def moved(slots: Ints) -> list[int]:
         return [
@@ -42,11 +42,13 @@ def keep_local(
         ]
 
     # Each is kept where it moves fewer tokens, or as many and fewer between nodes: the first of equals.
-    best = min((slot_of, _permute(batch, slot_of, num_microbatches, problem, whole_ranks=whole_ranks)), key=moved)
+    best = min(
+        (microbatch_of, _permute(batch, microbatch_of, num_microbatches, problem, whole_ranks=whole_ranks)), key=moved
+    )
     return best if whole_ranks else min((best, _exchange_equal(batch, best, num_microbatches, problem)), key=moved)
 
 
-def _permute(batch: Batch, slot_of: Ints, num_microbatches: int, problem: Problem, *, whole_ranks: bool) -> Ints:
+def _permute(batch: Batch, microbatch_of: Ints, num_microbatches: int, problem: Problem, *, whole_ranks: bool) -> Ints:
     """Permutes groups of ranks, and inside them ranks or the micro-batches of a slot."""
     # Ranks that meet in every micro-batch wait for the costliest of a slot, whichever of them runs it.
     per_slot = batch.span > 1 and not whole_ranks
@@ -54,7 +56,7 @@ def _permute(batch: Batch, slot_of: Ints, num_microbatches: int, problem: Proble
     if batch.shared.any():
         span = batch.expert_span
     num_groups, num_slots = batch.num_ranks // span, num_microbatches if per_slot else 1
-    rank, slot = np.divmod(slot_of, num_microbatches)
+    rank, slot = np.divmod(microbatch_of, num_microbatches)
     group, column = np.divmod(rank, span)
     groups = _match_greedily(*_benefits(group, problem, width=span, num_places=num_groups), size=num_groups)
     # Inside a group that has found its place, parts are its ranks, or the micro-batches of each slot.
@@ -118,7 +120,7 @@ def _match_greedily(parts: Ints, places: Ints, benefits: Ints, *, size: int) -> 
     return place_of
 
 
-def _exchange_equal(batch: Batch, slot_of: Ints, num_microbatches: int, problem: Problem) -> Ints:
+def _exchange_equal(batch: Batch, microbatch_of: Ints, num_microbatches: int, problem: Problem) -> Ints:
     """Exchanges samples of equal cost and weight, long ones first: to their home rank, then to its node."""
     assert problem.home_ranks is not None
     columns = np.vstack([batch.costs, batch.shared[None], batch.weights[None]])
@@ -128,7 +130,7 @@ def _exchange_equal(batch: Batch, slot_of: Ints, num_microbatches: int, problem:
     kind_of[order] = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(differs)])
     positions = np.flatnonzero(np.bincount(kind_of)[kind_of] > 1)
     samples = positions[np.argsort(-problem.lengths[positions], kind="stable")]
-    old, slot_of = slot_of, slot_of.copy()
+    old, microbatch_of = microbatch_of, microbatch_of.copy()
     for width in (1, problem.ranks_per_node):
         if width is None:
             break
@@ -136,12 +138,12 @@ def _exchange_equal(batch: Batch, slot_of: Ints, num_microbatches: int, problem:
         wanted = kind_of[samples] * num_places + problem.home_ranks[samples] // width
         offered = kind_of[positions] * num_places + old[positions] // num_microbatches // width
         one, other = _pair_equal(wanted, offered)
-        slot_of[samples[one]] = old[positions[other]]
+        microbatch_of[samples[one]] = old[positions[other]]
         samples, positions = np.delete(samples, one), np.delete(positions, other)
     # Of each kind there are as many positions left as samples.
     samples, positions = (ids[np.argsort(kind_of[ids], kind="stable")] for ids in (samples, positions))
-    slot_of[samples] = old[positions]
-    return slot_of
+    microbatch_of[samples] = old[positions]
+    return microbatch_of
 
 
 def _pair_equal(wanted: Ints, offered: Ints) -> tuple[Ints, Ints]:

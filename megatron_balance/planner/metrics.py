@@ -78,21 +78,25 @@ def schedule_metrics(
     """Figures of a schedule, by another cost model or objective than its own where given; slots keep their order."""
     objective = resolve_objective(objective or schedule.objective, topology=schedule.topology)
     judged = replace(schedule, cost_model=cost_model or schedule.cost_model, objective=objective)
-    return plan_metrics(judged, schedule.slot_of, schedule.cp_size_grid)
+    return plan_metrics(judged, schedule.microbatch_of, schedule.cp_size_grid)
 
 
-def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMetrics:
-    """Figures of samples in micro-batches: `slot_of` and `cp_size_grid` of a DataSchedule."""
+def plan_metrics(problem: Problem, microbatch_of: Ints, cp_sizes: Ints) -> ScheduleMetrics:
+    """Figures of samples in micro-batches: `microbatch_of` and `cp_size_grid` of a DataSchedule."""
     topology, limits, original = problem.topology, problem.limits, problem.lengths
     batch = batch_of(problem)
-    grid, predicted, bound = batch.cost_grid(slot_of, cp_sizes), batch.time(slot_of, cp_sizes), batch.lower_bound()
+    grid, predicted, bound = (
+        batch.cost_grid(microbatch_of, cp_sizes),
+        batch.time(microbatch_of, cp_sizes),
+        batch.lower_bound(),
+    )
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
-    sizes = cp_sizes.reshape(-1)[slot_of]
+    sizes = cp_sizes.reshape(-1)[microbatch_of]
     padded = problem.padded(sizes)
-    counts = np.bincount(slot_of, minlength=cp_sizes.size)
+    counts = np.bincount(microbatch_of, minlength=cp_sizes.size)
     # With sizes of their own the cap is a leaf's, else that of all context-parallel ranks together.
-    held = sums(padded, slot_of, cp_sizes.size)
+    held = sums(padded, microbatch_of, cp_sizes.size)
     cap = limits.max_tokens_per_microbatch(topology)
     if topology.dynamic_cp:
         held, cap = held // np.maximum(cp_sizes.reshape(-1), 1), limits.max_tokens_per_gpu
@@ -103,7 +107,7 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
     widths = cp_sizes if topology.dynamic_cp else np.minimum(cp_sizes, 1)
     run = int(widths.reshape(-1)[counts > 0].sum())
 
-    ranks, per_node = slot_of // cp_sizes.shape[1], problem.ranks_per_node
+    ranks, per_node = microbatch_of // cp_sizes.shape[1], problem.ranks_per_node
     knows_homes = problem.home_ranks is not None and not topology.dynamic_cp
     of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
     return ScheduleMetrics(
@@ -120,7 +124,7 @@ def plan_metrics(problem: Problem, slot_of: Ints, cp_sizes: Ints) -> ScheduleMet
         pipeline_imbalance=(
             step_imbalance
             if topology.pp_size == 1
-            else _pipeline_imbalance(slot_of, cp_sizes, grid=grid, batch=batch, topology=topology)
+            else _pipeline_imbalance(microbatch_of, cp_sizes, grid=grid, batch=batch, topology=topology)
         ),
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
@@ -171,12 +175,12 @@ def unavoidable_waiting(grid: Ints, *, lower_bound: int, objective: str, topolog
 
 
 def _pipeline_imbalance(
-    slot_of: Ints, cp_sizes: Ints, *, grid: Ints, batch: Batch | SizedBatch, topology: Topology
+    microbatch_of: Ints, cp_sizes: Ints, *, grid: Ints, batch: Batch | SizedBatch, topology: Topology
 ) -> float:
     """See ScheduleMetrics. `grid`: `[num_ranks, num_microbatches]`."""
     # Ranks that meet in micro-batches do so on every stage; with sizes of their own all leaves do.
-    objective = "microbatch" if topology.dynamic_cp and topology.microbatch_span > 1 else "pipeline"
+    objective = "microbatch" if topology.dynamic_cp and topology.sync_size > 1 else "pipeline"
     where = waiting(objective, topology=topology)
     even = int(where.times(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))[0])
     judged = replace(batch, waiting=where)
-    return judged.time(slot_of, cp_sizes) / even if even else 1.0
+    return judged.time(microbatch_of, cp_sizes) / even if even else 1.0

@@ -56,9 +56,9 @@ def plan_pipeline(batch: Batch, *, rows: int | None = None, effort: int = EFFORT
             if batch.span > 1:
                 starts[1] += [(bin_of, number) for bin_of in _level_rows(batch, number)]
         numbers = [numbers[-1] + batch.multiple * max(1, numbers[-1] // (32 * batch.multiple))]
-    slot_of = np.empty_like(order)
-    slot_of[order], number = improved(batch, starts, effort=effort)
-    return Plan(slot_of, np.ones((batch.num_ranks, number), dtype=np.int64))
+    microbatch_of = np.empty_like(order)
+    microbatch_of[order], number = improved(batch, starts, effort=effort)
+    return Plan(microbatch_of, np.ones((batch.num_ranks, number), dtype=np.int64))
 
 
 def improved(
@@ -80,7 +80,7 @@ def improved(
         for plan in plans:
             plan.improve(effort // (len(SURVIVORS) * len(plans)))
     best = min(plans, key=lambda plan: plan.time)
-    return best.slot_of(), best.num_microbatches
+    return best.microbatch_of(), best.num_microbatches
 
 
 def numbers_of_microbatches(batch: Batch, rows: int | None = None) -> list[int]:
@@ -166,7 +166,7 @@ class _Assignment:
         """Of the slowest group."""
         return int(self._ends.max())
 
-    def slot_of(self) -> Ints:
+    def microbatch_of(self) -> Ints:
         """`rank * num_microbatches + slot` of each sample."""
         slot, column = np.divmod(self.bin_of, self.batch.span)
         group, slot = np.divmod(slot, self.num_microbatches)

@@ -29,7 +29,7 @@ import numpy as np
 from megatron_balance.planner.batch import Batch, Plan, sums
 from megatron_balance.planner.inputs import NEVER, Ints
 from megatron_balance.planner.polish import even_parts, polish
-from megatron_balance.planner.times import mountain_order
+from megatron_balance.planner.times import organ_pipe_order
 
 GOOD_ENOUGH = 1024
 """A plan within one part in this many of the bound ends the search for rows."""
@@ -79,9 +79,9 @@ def plan(batch: Batch, *, rows: int | None = None) -> Plan:
             best, lost = found, 0
     assert best is not None, "one number of rows is always tried"
     best = fuller(batch, best)
-    slot_of = np.empty_like(order)
-    slot_of[order] = in_slots(batch, best.bin_of, best.rows)
-    return Plan(slot_of, np.ones((batch.num_ranks, best.rows), dtype=np.int64))
+    microbatch_of = np.empty_like(order)
+    microbatch_of[order] = in_slots(batch, best.bin_of, best.rows)
+    return Plan(microbatch_of, np.ones((batch.num_ranks, best.rows), dtype=np.int64))
 
 
 def polished(batch: Batch, found: Packing) -> Packing:
@@ -385,7 +385,7 @@ def in_rows(batch: Batch, bin_of: Ints, rows: int) -> Ints:
 def in_slots(batch: Batch, bin_of: Ints, rows: int) -> Ints:
     """Rows by falling time, in a pipeline as a mountain; the bins of a row from the one end and the other in turns."""
     times = batch.row_times(bin_of, rows)
-    order = mountain_order(times) if batch.waiting.is_makespan else np.argsort(-times, axis=1, kind="stable")
+    order = organ_pipe_order(times) if batch.waiting.is_makespan else np.argsort(-times, axis=1, kind="stable")
     row, column = np.divmod(bin_of, batch.span)
     slot = np.argsort(order, axis=1).reshape(-1)[row]
     rank = row // rows * batch.span + np.where(slot % 2 == 0, column, batch.span - 1 - column)

@@ -39,11 +39,11 @@ Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 class DataSchedule(Problem):
     """The plan of one global batch. Two plans are the same where their `digest()` is.
 
-    With `Topology.dynamic_cp` a rank is a leaf, `slot_of` names the first leaf of a sample's micro-batch, and
+    With `Topology.dynamic_cp` a rank is a leaf, `microbatch_of` names the first leaf of a sample's micro-batch, and
     `cost_grid` is 0 where a leaf has no such slot.
 
     Attributes:
-        slot_of: `[num_samples]` int64 `rank * num_microbatches + slot` of each sample.
+        microbatch_of: `[num_samples]` int64 `rank * num_microbatches + slot` of each sample.
         num_microbatches: slots of every rank; the most of a leaf.
         cp_size_grid: `[num_ranks, num_microbatches]` int64 ranks that share each micro-batch by context parallelism; of
             leaves 1 for a dummy, 0 where a leaf has no such slot.
@@ -71,7 +71,7 @@ class DataSchedule(Problem):
         cost_model: cost of a sample.
     """
 
-    slot_of: Ints
+    microbatch_of: Ints
     num_microbatches: int
     cp_size_grid: Ints
     cost_grid: Ints
@@ -85,10 +85,10 @@ class DataSchedule(Problem):
     groups: Ints | None
 
     @classmethod
-    def placed(
+    def from_assignment(
         cls,
         problem: Problem,
-        slot_of: Ints,
+        microbatch_of: Ints,
         cp_sizes: Ints,
         *,
         algorithm: str,
@@ -100,15 +100,15 @@ class DataSchedule(Problem):
         batch = batch_of(problem) if batch is None else batch
         return cls(
             **{field.name: getattr(problem, field.name) for field in fields(Problem)},
-            slot_of=slot_of,
+            microbatch_of=microbatch_of,
             num_microbatches=cp_sizes.shape[1],
             cp_size_grid=cp_sizes,
-            cost_grid=batch.cost_grid(slot_of, cp_sizes),
+            cost_grid=batch.cost_grid(microbatch_of, cp_sizes),
             cost_shift=batch.shift,
-            predicted_cost=batch.time(slot_of, cp_sizes),
+            predicted_cost=batch.time(microbatch_of, cp_sizes),
             lower_bound=batch.lower_bound(),
             algorithm=algorithm,
-            padded_lengths=problem.padded(cp_sizes.reshape(-1)[slot_of]),
+            padded_lengths=problem.padded(cp_sizes.reshape(-1)[microbatch_of]),
             oversized=tuple(batch.oversized.tolist()),
             move_samples=move_samples,
             groups=groups,
@@ -120,7 +120,7 @@ class DataSchedule(Problem):
         ids: list[int] = self.sample_ids().tolist()
         ends: list[int] = np.cumsum(self._counts()).tolist()
         held = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-        places: list[list[int]] = self.places().tolist()
+        places: list[list[int]] = self.owner_slots().tolist()
         exists: list[list[bool]] = (self.cp_size_grid > 0).tolist()
         return tuple(
             tuple(held[place] for place, there in zip(of_rank, slots, strict=True) if there)
@@ -136,7 +136,7 @@ class DataSchedule(Problem):
     def destinations(self) -> Ints:
         """The data-parallel rank that runs each sample, `[num_samples]`; with dynamic sizes that of its first leaf."""
         width = self.topology.cp_size if self.topology.dynamic_cp else 1
-        return self.slot_of // (self.num_microbatches * width)
+        return self.microbatch_of // (self.num_microbatches * width)
 
     def copies(self, *, cp_rank: int = 0) -> tuple[Ints, Ints]:
         """Where samples are sent among the data-parallel ranks of one context-parallel rank, which load each once.
@@ -147,7 +147,7 @@ class DataSchedule(Problem):
         """
         if not self.topology.dynamic_cp:
             return np.arange(self.lengths.size), self.destinations()
-        places = self.places()[cp_rank :: self.topology.cp_size]
+        places = self.owner_slots()[cp_rank :: self.topology.cp_size]
         exists = self.cp_size_grid[cp_rank :: self.topology.cp_size] > 0
         dp_rank, slot = np.nonzero(exists)
         place = places[dp_rank, slot]
@@ -161,21 +161,21 @@ class DataSchedule(Problem):
 
     def slot_counts(self) -> Ints:
         """Samples in each micro-batch, `[num_ranks * num_microbatches]`, rank by rank."""
-        return self._counts()[self.places()].reshape(-1)
+        return self._counts()[self.owner_slots()].reshape(-1)
 
     def slot_tokens(self) -> Ints:
         """Padded tokens of each micro-batch, over all its ranks and before it is filled up, as `slot_counts`."""
-        return sums(self.padded_lengths, self.slot_of, self.cp_size_grid.size)[self.places()].reshape(-1)
+        return sums(self.padded_lengths, self.microbatch_of, self.cp_size_grid.size)[self.owner_slots()].reshape(-1)
 
     def sample_ids(self) -> Ints:
         """All sample ids, rank by rank and slot by slot, each once, `[num_samples]`."""
         # A stable sort leaves the ids of a slot ascending.
-        return np.argsort(self.slot_of, kind="stable")
+        return np.argsort(self.microbatch_of, kind="stable")
 
     def _counts(self) -> Ints:
-        return np.bincount(self.slot_of, minlength=self.cp_size_grid.size)
+        return np.bincount(self.microbatch_of, minlength=self.cp_size_grid.size)
 
-    def places(self) -> Ints:
+    def owner_slots(self) -> Ints:
         """`first_rank * num_microbatches + slot` of every rank's micro-batches, `[num_ranks, num_microbatches]`."""
         ranks = np.arange(len(self.cp_size_grid))[:, None]
         first = ranks - ranks % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else ranks
@@ -200,7 +200,7 @@ class DataSchedule(Problem):
         """A number of 63 bits that is the same on every platform for the same plan: compare it across ranks."""
         ranks = [getattr(self.topology, field.name) for field in fields(self.topology)]
         header = [self.lengths.size, *self.cp_size_grid.shape, *(int(value or 0) for value in ranks)]
-        parts = [np.array(header, dtype=np.int64), self.cp_size_grid, self.slot_of]
+        parts = [np.array(header, dtype=np.int64), self.cp_size_grid, self.microbatch_of]
         canonical = b"".join(part.astype("<i8").tobytes() for part in parts)
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1
 
@@ -212,28 +212,30 @@ def batch_of(problem: Problem) -> Batch | SizedBatch:
 
 def _check_places(schedule: DataSchedule) -> None:
     """`placed once`, `aligned`, `even slots`, `last slot`."""
-    topology, sizes, slot_of = schedule.topology, schedule.cp_size_grid, schedule.slot_of
-    num_ranks = topology.num_leaves if topology.dynamic_cp else topology.dp_size
+    topology, sizes, microbatch_of = schedule.topology, schedule.cp_size_grid, schedule.microbatch_of
+    num_ranks = topology.dp_cp_size if topology.dynamic_cp else topology.dp_size
     shape = (num_ranks, schedule.num_microbatches)
     require(sizes.shape == schedule.cost_grid.shape == shape, "even slots", f"the grids have no shape {shape}")
     num_slots = (sizes > 0).sum(axis=1)
     in_front = bool(((np.arange(shape[1]) < num_slots[:, None]) == (sizes > 0)).all()) and bool((num_slots > 0).all())
     require(in_front, "even slots", "a rank has no micro-batch, or a gap between them")
-    if not topology.dynamic_cp or topology.has_even_slots or schedule.objective != "step":
+    if not topology.dynamic_cp or topology.has_equal_counts or schedule.objective != "step":
         even = bool((num_slots == shape[1]).all()) and shape[1] % topology.microbatch_multiple == 0
         require(even, "even slots", "ranks have different numbers of slots, or no multiple of microbatch_multiple")
 
-    known = slot_of.shape == schedule.lengths.shape and bool(((slot_of >= 0) & (slot_of < sizes.size)).all())
+    known = microbatch_of.shape == schedule.lengths.shape and bool(
+        ((microbatch_of >= 0) & (microbatch_of < sizes.size)).all()
+    )
     require(known, "placed once", "a sample is missing, or its slot does not exist")
-    is_first = sizes.reshape(-1)[slot_of] > 0
-    is_first &= schedule.places().reshape(-1)[slot_of] == slot_of
+    is_first = sizes.reshape(-1)[microbatch_of] > 0
+    is_first &= schedule.owner_slots().reshape(-1)[microbatch_of] == microbatch_of
     require(bool(is_first.all()), "placed once", "a sample is not on the first rank of a micro-batch")
 
     if not topology.dynamic_cp:
         require(bool((sizes == topology.cp_size).all()), "aligned", "a size is not that of the topology")
         return
     require(bool(np.isin(sizes, [0, *topology.dynamic_cp_sizes]).all()), "aligned", "a size is none of the topology's")
-    leaf, slot = np.divmod(slot_of, shape[1])
+    leaf, slot = np.divmod(microbatch_of, shape[1])
     shared, size_of = np.minimum(sizes, 1), sizes[leaf, slot]
     together = bool((leaf + size_of <= num_ranks).all())
     for size in topology.dynamic_cp_sizes:
@@ -242,7 +244,7 @@ def _check_places(schedule: DataSchedule) -> None:
     require(together and np.array_equal(shared, sizes), "aligned", "leaves disagree on the micro-batch that they share")
     slots = np.broadcast_to(np.arange(shape[1]), shape)
     is_last = slots == num_slots[:, None] - 1
-    is_last_of_first = is_last[schedule.places() // shape[1], slots]
+    is_last_of_first = is_last[schedule.owner_slots() // shape[1], slots]
     require(bool((is_last == is_last_of_first)[sizes > 0].all()), "last slot", "it is the last of some leaves only")
 
 
@@ -256,7 +258,7 @@ def _check_cap(schedule: DataSchedule) -> None:
     held, cap = schedule.slot_tokens(), limits.max_tokens_per_gpu * schedule.cp_size_grid.reshape(-1)
     over = (held > cap) & (counts > 1)
     require(not over.any(), "cap", f"micro-batches {np.flatnonzero(over)[:4].tolist()} (rank by rank) hold too much")
-    slots = schedule.slot_of[list(schedule.oversized)]
+    slots = schedule.microbatch_of[list(schedule.oversized)]
     alone = bool((counts[slots] == 1).all())
     require(alone, "cap", "an over-long sample does not run alone")
     largest = schedule.cp_size_grid.reshape(-1) == topology.dynamic_cp_sizes[-1]
@@ -274,7 +276,7 @@ def _check_bonds(schedule: DataSchedule) -> None:
         of_ranks = counts.reshape(-1, num_microbatches)
         full = bool(((of_ranks > 0).all(axis=1) | (of_ranks.sum(axis=1) < num_microbatches)).all())
     require(full, "no empty slot", "a micro-batch is empty although there are enough samples")
-    ranks = schedule.slot_of // num_microbatches
+    ranks = schedule.microbatch_of // num_microbatches
     if not schedule.move_samples:
         at_home = schedule.home_ranks is not None and bool((ranks == schedule.home_ranks).all())
         require(at_home, "home", "a sample left its home rank")
@@ -288,8 +290,8 @@ def _check_costs(schedule: DataSchedule) -> None:
         totals = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
         require(bool((totals == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
     batch, sizes = batch_of(schedule), schedule.cp_size_grid
-    honest = np.array_equal(batch.cost_grid(schedule.slot_of, sizes), schedule.cost_grid)
-    honest = honest and batch.time(schedule.slot_of, sizes) == schedule.predicted_cost
+    honest = np.array_equal(batch.cost_grid(schedule.microbatch_of, sizes), schedule.cost_grid)
+    honest = honest and batch.time(schedule.microbatch_of, sizes) == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")
     require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 

@@ -1,7 +1,7 @@
 """The time of a step: which ranks wait for one another in every micro-batch, and how micro-batches pass a pipeline.
 
     step        ranks meet once a step, at the gradient reduction: the largest sum over a rank's micro-batches
-    microbatch  ranks meet in every micro-batch (`Topology.microbatch_span`: experts, FSDP, FP8's delayed scaling): the
+    microbatch  ranks meet in every micro-batch (`Topology.sync_size`: experts, FSDP, FP8's delayed scaling): the
                 sum over slots of the costliest rank that meets there, of the slowest group
     pipeline    ranks meet once, after a one-forward-one-backward pipeline: the largest makespan of a rank
 
@@ -59,14 +59,14 @@ def waiting(objective: str, *, topology: Topology) -> Waiting:
     several, so that all leaves meet or none.
     """
     in_slots = objective == "microbatch"
-    meets = topology.microbatch_span > 1
+    meets = topology.sync_size > 1
     staged = objective == "pipeline" or (in_slots and meets and topology.pp_size > 1)
     if topology.dynamic_cp:
-        span = topology.num_leaves if in_slots else 1
+        span = topology.dp_cp_size if in_slots else 1
     elif in_slots:
-        span = topology.microbatch_span if meets else topology.dp_size
+        span = topology.sync_size if meets else topology.dp_size
     else:
-        span = topology.ep_span if objective == "pipeline" else 1
+        span = topology.ep_dp_size if objective == "pipeline" else 1
     pipeline = Pipeline(topology.pp_size, topology.vpp_size, topology.microbatch_multiple) if staged else Pipeline()
     return Waiting(span, in_slots=in_slots, pipeline=pipeline)
 
@@ -77,7 +77,7 @@ def resolve_objective(objective: str, *, topology: Topology) -> str:
         raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(OBJECTIVES)}.")
     if objective != "auto":
         return objective
-    if topology.microbatch_span > 1:
+    if topology.sync_size > 1:
         return "microbatch"
     return "pipeline" if topology.pp_size > 1 else "step"
 
@@ -87,7 +87,7 @@ def is_makespan(objective: str, *, topology: Topology) -> bool:
     return waiting(objective, topology=topology).is_makespan or objective == "pipeline"
 
 
-def mountain_order(costs: Ints) -> Ints:
+def organ_pipe_order(costs: Ints) -> Ints:
     """The micro-batch of each slot of a pipeline: small ones at both ends, the largest in the middle.
 
     The other stages wait for the first forwards and the last backwards, so these should be small.

@@ -108,7 +108,7 @@ class RunRecord(NamedTuple):
 def line_of(step: StepRecord) -> dict[str, Any]:
     """A step without its measurements, by name: numbers, and arrays of integers."""
     arrays = {"segment_lengths": step.segments, "num_segments": step.num_segments, "home_ranks": step.home_ranks}
-    arrays |= {"slot_of": step.slot_of, "cp_sizes": step.cp_size_grid.ravel(), "rows": step.rows}
+    arrays |= {"microbatch_of": step.microbatch_of, "cp_sizes": step.cp_size_grid.ravel(), "rows": step.rows}
     if step.images is not None:
         arrays["image_sums"] = step.images.sums.ravel()
     given = {name: array for name, array in arrays.items() if array is not None}
@@ -117,7 +117,7 @@ def line_of(step: StepRecord) -> dict[str, Any]:
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     """The step that `line_of` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
-    topology, iteration, names = info.topology, line["iteration"], ("slot_of", "cp_sizes", "image_sums", "rows")
+    topology, iteration, names = info.topology, line["iteration"], ("microbatch_of", "cp_sizes", "image_sums", "rows")
     arrays = {name: as_integers(line[name], name=name) for name in names if name in line}
     problem = Problem.of(
         line["segment_lengths"],
@@ -129,24 +129,24 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
         limits=info.limits,
         objective=info.objective,
     )
-    slot_of = arrays["slot_of"]
-    sizes = arrays["cp_sizes"].reshape(topology.num_leaves if topology.dynamic_cp else topology.dp_size, -1)
-    if slot_of.size != problem.lengths.size or slot_of.max(initial=0) >= sizes.size:
-        raise ValueError(f"slot_of must be {problem.lengths.size} integers from 0 to {sizes.size - 1}")
-    _check_cp_sizes(sizes, slot_of=slot_of, topology=topology)
+    microbatch_of = arrays["microbatch_of"]
+    sizes = arrays["cp_sizes"].reshape(topology.dp_cp_size if topology.dynamic_cp else topology.dp_size, -1)
+    if microbatch_of.size != problem.lengths.size or microbatch_of.max(initial=0) >= sizes.size:
+        raise ValueError(f"microbatch_of must be {problem.lengths.size} integers from 0 to {sizes.size - 1}")
+    _check_cp_sizes(sizes, microbatch_of=microbatch_of, topology=topology)
     rows = arrays.get("rows")
-    if rows is not None and (rows.size != slot_of.size or not np.isin(np.diff(rows, prepend=-1), (0, 1)).all()):
+    if rows is not None and (rows.size != microbatch_of.size or not np.isin(np.diff(rows, prepend=-1), (0, 1)).all()):
         raise ValueError("rows do not rise from 0 by at most 1")
     if rows is None and info.row_tokens is not None and info.num_rows is not None:
         rows = rows_of(problem, row_tokens=info.row_tokens, num_rows=info.num_rows)
     times: dict[str, Any] = {name: float(line[name]) for name in _TIMES}
     if type(iteration) is not int or not all(0 <= value < _MAX_TIME for value in (iteration, *times.values())):
         raise ValueError(f"iteration is {iteration!r}, the times are {times}")
-    placed = {"slot_of": slot_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
+    placed = {"microbatch_of": microbatch_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
     return StepRecord(**vars(problem), **placed, iteration=iteration, rows=rows, row_tokens=info.row_tokens, **times)
 
 
-def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], topology: Topology) -> None:
+def _check_cp_sizes(sizes: NDArray[np.int64], *, microbatch_of: NDArray[np.int64], topology: Topology) -> None:
     """Each group is whole: aligned leaves that share a slot; no leaf lacks a slot before its last."""
     num_slots, there = sizes.shape[1], sizes > 0
     allowed = (0, *topology.dynamic_cp_sizes) if topology.dynamic_cp else (topology.cp_size,)
@@ -158,9 +158,9 @@ def _check_cp_sizes(sizes: NDArray[np.int64], *, slot_of: NDArray[np.int64], top
         members = np.add.reduceat(sizes == size, np.arange(0, len(sizes), size), axis=0, dtype=np.int64)
         if not np.isin(members, (0, size)).all():
             raise ValueError(f"cp_sizes has a group of {size} leaves that is not whole")
-    first_leaves, of_samples = slot_of // num_slots, sizes.ravel()[slot_of]
-    if not of_samples.all() or (first_leaves % of_samples).any():
-        raise ValueError("slot_of has a sample that is not on the first leaf of a group")
+    first_ranks, of_samples = microbatch_of // num_slots, sizes.ravel()[microbatch_of]
+    if not of_samples.all() or (first_ranks % of_samples).any():
+        raise ValueError("microbatch_of has a sample that is not on the first leaf of a group")
 
 
 def read_record(path: Path) -> RunRecord:

@@ -26,8 +26,7 @@ from megatron_balance.planner import (
 class StepRecord(Problem):
     """One step: its samples and ranks (Problem), where samples ran, and how long that took.
 
-    `slot_of` and `cp_size_grid` are as in a DataSchedule: with dynamic context-parallel sizes rows are leaves. Samples
-    need not lie as in a valid schedule (stock).
+    `microbatch_of` and `cp_size_grid` are as in a DataSchedule. Samples need not lie as in a valid schedule (stock).
 
     Attributes:
         iteration: Megatron's count of it, from 1.
@@ -40,7 +39,7 @@ class StepRecord(Problem):
     """
 
     iteration: int
-    slot_of: NDArray[np.int64]
+    microbatch_of: NDArray[np.int64]
     cp_size_grid: NDArray[np.int64]
     seconds: NDArray[np.float64]
     plan_seconds: float = 0.0
@@ -52,7 +51,7 @@ class StepRecord(Problem):
     @classmethod
     def of_schedule(cls, schedule: DataSchedule, *, iteration: int, **given: Any) -> StepRecord:
         """A step as it was planned, not measured yet. `given`: seconds spent, and rows, by attribute."""
-        placed = {"slot_of": schedule.slot_of, "cp_size_grid": schedule.cp_size_grid}
+        placed = {"microbatch_of": schedule.microbatch_of, "cp_size_grid": schedule.cp_size_grid}
         return cls(
             **of_problem(schedule), **placed, iteration=iteration, seconds=unmeasured(schedule.cp_size_grid), **given
         )
@@ -61,8 +60,8 @@ class StepRecord(Problem):
     def as_loaded(cls, problem: Problem, *, iteration: int, **rows: Any) -> StepRecord:
         """A step that is not planned: all that a rank loaded is one micro-batch. `rows`: those, by attribute."""
         sizes = np.full((problem.topology.dp_size, 1), problem.topology.cp_size, dtype=np.int64)
-        slot_of = np.zeros_like(problem.lengths) if problem.home_ranks is None else problem.home_ranks
-        placed = {"slot_of": slot_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
+        microbatch_of = np.zeros_like(problem.lengths) if problem.home_ranks is None else problem.home_ranks
+        placed = {"microbatch_of": microbatch_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
         return cls(**of_problem(problem), **placed, iteration=iteration, **rows)
 
     @property
@@ -74,7 +73,7 @@ class StepRecord(Problem):
     def costs(self) -> NDArray[np.float64]:
         """`[num_rows, num_microbatches]` as `DataSchedule.cost_grid`, in units of the cost model."""
         batch = batch_of(self)
-        return batch.cost_grid(self.slot_of, self.cp_size_grid).astype(np.float64) * float(1 << batch.shift)
+        return batch.cost_grid(self.microbatch_of, self.cp_size_grid).astype(np.float64) * float(1 << batch.shift)
 
     @property
     def is_measured(self) -> bool:
@@ -95,18 +94,18 @@ class StepRecord(Problem):
         """`slowest_over_mean` of costs or measured seconds, by the objective of the step."""
         return slowest_over_mean(grid, objective=self.objective, topology=self.topology)
 
-    def places(self) -> NDArray[np.int64]:
-        """`[num_rows, num_microbatches]` the value of `slot_of` for the samples of each micro-batch."""
+    def owner_slots(self) -> NDArray[np.int64]:
+        """`[num_rows, num_microbatches]` the value of `microbatch_of` for the samples of each micro-batch."""
         rows = np.arange(len(self.cp_size_grid))[:, None]
         first = rows - rows % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else rows
         return first * self.num_microbatches + np.arange(self.num_microbatches)
 
     def samples(self) -> list[list[list[int]]]:
         """Sample ids of each slot, `[row][slot]`, ascending; the same for all leaves that share it."""
-        ids: list[int] = np.argsort(self.slot_of, kind="stable").tolist()
-        ends: list[int] = np.cumsum(np.bincount(self.slot_of, minlength=self.cp_size_grid.size)).tolist()
+        ids: list[int] = np.argsort(self.microbatch_of, kind="stable").tolist()
+        ends: list[int] = np.cumsum(np.bincount(self.microbatch_of, minlength=self.cp_size_grid.size)).tolist()
         held = [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        return [[held[place] for place in row] for row in self.places().tolist()]
+        return [[held[place] for place in row] for row in self.owner_slots().tolist()]
 
     def stock(self) -> StepRecord:
         """The same data under Megatron's own sampler: every rank runs the rows that it loaded, in that order.
@@ -127,9 +126,9 @@ class StepRecord(Problem):
         sizes = np.full((dp_size, num_microbatches), topology.cp_size, dtype=np.int64)
         return replace(
             self,
-            topology=topology.at_cp_size(topology.cp_size),
-            cost_model=self.cost_model.at_cp_size(topology.cp_size) if topology.dynamic_cp else self.cost_model,
-            slot_of=homes * num_microbatches + position // per_slot,
+            topology=topology.with_cp_size(topology.cp_size),
+            cost_model=self.cost_model.summed_over_cp(topology.cp_size) if topology.dynamic_cp else self.cost_model,
+            microbatch_of=homes * num_microbatches + position // per_slot,
             home_ranks=homes,
             cp_size_grid=sizes,
             seconds=unmeasured(sizes),
@@ -148,7 +147,7 @@ class StepRecord(Problem):
         if self.row_tokens is not None:
             # Rows are split among sequence-parallel ranks as a whole, and among context-parallel ones by sequence.
             topology, has_any = replace(topology, sequence_parallel=False), counts > 0
-            padded = topology.at_cp_size(topology.cp_size).padded_seq_len(padded)
+            padded = topology.with_cp_size(topology.cp_size).padded_seq_len(padded)
             filled = np.bincount(np.repeat(np.arange(num_rows), counts), padded, num_rows).astype(np.int64)
             padded[np.cumsum(counts)[has_any] - 1] += np.maximum(self.row_tokens - filled, 0)[has_any]
         first = np.flatnonzero(np.diff(rows, prepend=-1))

@@ -83,7 +83,7 @@ class PolicyFigures:
     @cached_property
     def metrics(self) -> tuple[ScheduleMetrics, ...]:
         """`[num_steps]` judged by each step's cost model."""
-        return tuple(plan_metrics(step, step.slot_of, step.cp_size_grid) for step in self.steps)
+        return tuple(plan_metrics(step, step.microbatch_of, step.cp_size_grid) for step in self.steps)
 
     def mean(self, name: str) -> float:
         """A figure of the metrics, mean over the steps."""

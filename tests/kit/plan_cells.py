@@ -102,7 +102,7 @@ class Cell:
 
     def plans(self, *, real: bool = True) -> Iterator[tuple[DataSchedule, Batch]]:
         """The checked plans, and the batches that judge them."""
-        sharing = min(self.topology.num_leaves, 16) if self.topology.dynamic_cp else self.topology.cp_size
+        sharing = min(self.topology.dp_cp_size, 16) if self.topology.dynamic_cp else self.topology.cp_size
         longest = (self.limits.max_tokens_per_gpu or CAP) * sharing
         for seed in range(self.seeds):
             lengths = draw(self.lengths, count=self.count, longest=longest, seed=seed, real=real)
@@ -228,7 +228,7 @@ def hashes() -> dict[str, str]:
     digests: dict[str, str] = {}
     for name, cell in CELLS.items():
         schedule, _ = next(cell.plans(real=False))
-        grids = [schedule.slot_of, schedule.cp_size_grid]
+        grids = [schedule.microbatch_of, schedule.cp_size_grid]
         digests[name] = hashlib.sha256(b"".join(grid.astype("<i8").tobytes() for grid in grids)).hexdigest()[:12]
     return digests
 

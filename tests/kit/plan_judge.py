@@ -85,7 +85,7 @@ class Batch:
     @property
     def is_makespan(self) -> bool:
         """The time is that of a pipeline."""
-        waits = self.topology.microbatch_span > 1 and self.topology.pp_size > 1
+        waits = self.topology.sync_size > 1 and self.topology.pp_size > 1
         return self.objective == "pipeline" or (self.objective == "microbatch" and waits)
 
     @property
@@ -172,7 +172,7 @@ class Batch:
 
     def least_time_of_sizes(self) -> int:
         """The same with dynamic context-parallel sizes: the least time in which the work of all samples fits."""
-        model, ranks, cap = self.cost_model, self.topology.num_leaves, self.limits.max_tokens_per_gpu
+        model, ranks, cap = self.cost_model, self.topology.dp_cp_size, self.limits.max_tokens_per_gpu
         assert cap is not None
         sizes = self.topology.dynamic_cp_sizes
         work: list[list[tuple[int, int]]] = []
@@ -263,8 +263,8 @@ def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> Sc
     num_slots = max(1, *map(len, ranks))
     held = [(rank * num_slots + slot, list(ids)) for rank, slots in enumerate(ranks) for slot, ids in enumerate(slots)]
     assert sorted(sample for _, ids in held for sample in ids) == list(range(len(problem.lengths))), "each sample once"
-    slot_of = np.zeros(len(problem.lengths), dtype=np.int64)
+    microbatch_of = np.zeros(len(problem.lengths), dtype=np.int64)
     for place, ids in held:
-        slot_of[ids] = place
+        microbatch_of[ids] = place
     sizes = np.full((problem.topology.dp_size, num_slots), problem.topology.cp_size)
-    return plan_metrics(problem, slot_of, sizes)
+    return plan_metrics(problem, microbatch_of, sizes)

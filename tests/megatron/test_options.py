@@ -305,7 +305,7 @@ def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags: str, object
     options = vars(parsed(flags)) | {"world_size": 8}
     topology = topology_of(options)
     assert resolve_objective("auto", topology=topology) == objective
-    assert topology.has_even_slots is (objective == "microbatch")
+    assert topology.has_equal_counts is (objective == "microbatch")
     if "--fp8-format" in flags:  # no flag sets it, a loop's configuration may
         for sizes in (
             {},

@@ -92,7 +92,7 @@ def test_coefficients_that_cannot_be_are_refused(change: dict[str, Any], message
 def test_each_rank_of_a_context_parallel_group_receives_from_the_others() -> None:
     model = CostModel(linear=100, quadratic=3, per_microbatch=50, cp_exchange=8)
     for size in (1, 2, 4):
-        shared = model.at_cp_size(size)
+        shared = model.summed_over_cp(size)
         # On 10 tokens attention takes 300 and hides what four ranks receive; on one token it hides nothing.
         assert shared(1) == 100 + max(3, 8 * (size - 1))
         assert shared(10) == model(10) == 100 * 10 + 300

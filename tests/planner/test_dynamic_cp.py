@@ -53,7 +53,7 @@ def fixed_cost(schedule):
 
 def expert_shares(schedule):
     """`[slot][leaf]` even share of the experts' work of a leaf's expert-parallel group, in the schedule's units."""
-    batch, num_leaves = Batch.of(schedule), len(schedule.ranks)
+    batch, dp_cp_size = Batch.of(schedule), len(schedule.ranks)
 
     def work(leaf, slot):
         if batch.expert_span == 1 or slot >= len(schedule.ranks[leaf]):
@@ -63,10 +63,10 @@ def expert_shares(schedule):
         costs = (schedule.cost_model.expert_linear * padded for padded in tokens)
         return -(-sum(max(cost >> schedule.cost_shift, 1) if cost else 0 for cost in costs) // size)
 
-    shares = [[0] * num_leaves for _ in range(schedule.num_microbatches)]
+    shares = [[0] * dp_cp_size for _ in range(schedule.num_microbatches)]
     for slot, of_slot in enumerate(shares):
-        for first in range(0, num_leaves, batch.expert_span):
-            group = range(first, min(first + batch.expert_span, num_leaves))
+        for first in range(0, dp_cp_size, batch.expert_span):
+            group = range(first, min(first + batch.expert_span, dp_cp_size))
             share = -(-sum(work(leaf, slot) for leaf in group) // len(group))
             of_slot[group.start : group.stop] = [share] * len(group)
     return shares
@@ -157,7 +157,7 @@ def check_plan(lengths, topology, cap, *, cost_model, objective):
         # The stages together do the work of all slots, and a pipeline is not slower than one stage after another.
         assert schedule.predicted_cost <= time + schedule.num_microbatches
         assert schedule.predicted_cost * topology.pp_size >= time - 1 or schedule.objective != "step"
-    elif schedule.objective == "step" and topology.ep_span > 1:
+    elif schedule.objective == "step" and topology.ep_dp_size > 1:
         # Leaves of different expert-parallel groups reach a micro-batch that they share at different times.
         assert schedule.predicted_cost <= time
     else:
@@ -257,10 +257,10 @@ def test_broken_plans_are_named():
     predicted = schedule.predicted_cost
     # Leaves 0 and 1 share both of their slots, leaves 2 and 3 their first two.
     assert schedule.cp_sizes == ((2, 2), (2, 2), (2, 2, 1), (2, 2, 1))
-    on_another_leaf = np.where(schedule.slot_of == 0, schedule.num_microbatches, schedule.slot_of)
+    on_another_leaf = np.where(schedule.microbatch_of == 0, schedule.num_microbatches, schedule.microbatch_of)
     for invariant, changes in (
         ("placed once", {"lengths": np.array([*lengths, 5])}),
-        ("placed once", {"slot_of": on_another_leaf}),
+        ("placed once", {"microbatch_of": on_another_leaf}),
         ("aligned", sizes_with(schedule, 0, 0, 4)),
         ("aligned", sizes_with(schedule, 1, 0, 1)),
         ("even slots", sizes_with(schedule, 3, 0, 0)),

@@ -58,7 +58,7 @@ def test_pipelines_are_near_annealed_references(name):
     cell = next(cell for cell in PIPELINES if str(cell) == name)
     batch = cell.batch(draw_lengths(cell.lengths, num_samples=cell.count, longest=cell.cap, folder=None))
     plan = plan_pipeline(batch)
-    assert batch.time(plan.slot_of, plan.cp_sizes) <= 1.05 * GOLDEN["annealed"][name]
+    assert batch.time(plan.microbatch_of, plan.cp_sizes) <= 1.05 * GOLDEN["annealed"][name]
 
 
 @pytest.mark.parametrize("kind", GOLDEN["optima"])

@@ -120,7 +120,7 @@ class TestCheck:
         ("invariant", "changes"),
         [
             ("placed once", dict.fromkeys(("lengths", "padded_lengths"), np.array([7, 5, 4, 4, 120, 1]))),
-            ("placed once", {"slot_of": np.array([1, 1, 1, 1, 2])}),
+            ("placed once", {"microbatch_of": np.array([1, 1, 1, 1, 2])}),
             ("aligned", {"cp_size_grid": np.full((2, 1), 2)}),
             ("even slots", {"topology": Topology(2, microbatch_multiple=7)}),
             ("even slots", {"num_microbatches": 0}),
@@ -148,7 +148,7 @@ class TestCheck:
         self.broken("cap", schedule, limits=Limits(micro_batch_size=2))
 
     def test_an_empty_micro_batch_is_none_that_samples_could_fill(self):
-        self.broken("no empty slot", plan([7, 5, 4, 4]), slot_of=np.zeros(4, dtype=np.int64))
+        self.broken("no empty slot", plan([7, 5, 4, 4]), microbatch_of=np.zeros(4, dtype=np.int64))
 
     def test_groups(self):
         schedule = plan([7, 5, 4, 4], groups=[0, 1, 2, 0], cost_model=FLOPS)

@@ -60,7 +60,7 @@ def planning_inputs(draw):
     )
     lengths = draw(length_lists(cap, topology.dp_size))
     options = {
-        "cost_model": draw(st.sampled_from(COST_MODELS[3:] if topology.ep_span > 1 else COST_MODELS)),
+        "cost_model": draw(st.sampled_from(COST_MODELS[3:] if topology.ep_dp_size > 1 else COST_MODELS)),
         "topology": topology,
         "limits": draw(
             st.sampled_from([Limits(cap), Limits(cap, micro_batch_size=3), Limits(micro_batch_size=1 + cap % 4)])
@@ -87,7 +87,7 @@ def test_every_schedule_keeps_every_invariant():
     @given(planning_inputs())
     def check(inputs):
         check_plan(*inputs)
-        spread.append(inputs[1]["topology"].ep_span > 1 and len(inputs[0]) > 3)
+        spread.append(inputs[1]["topology"].ep_dp_size > 1 and len(inputs[0]) > 3)
 
     check()
     assert sum(spread) > len(spread) / 5

@@ -36,7 +36,7 @@ def test_a_micro_batch_is_aligned_on_each_gpu_and_holds_whole_chunks():
      ({"ep_size": 4, "cp_size": 2, "dynamic_cp": True}, 4)],
 )  # fmt: skip
 def test_expert_groups_reach_over_neighbouring_ranks(ranks, span):
-    assert Topology(8, **ranks).ep_span == span
+    assert Topology(8, **ranks).ep_dp_size == span
 
 
 def test_sizes_of_dynamic_context_parallelism_are_powers_of_two_of_all_ranks():

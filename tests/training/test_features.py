@@ -43,7 +43,7 @@ class TestOneRecordedRun:
         for number, step in enumerate(record.steps):
             for rank, steps in enumerate(microbatches(run)):
                 for slot, microbatch in enumerate(steps[number]):
-                    placed = step.lengths[step.slot_of == rank * step.num_microbatches + slot]
+                    placed = step.lengths[step.microbatch_of == rank * step.num_microbatches + slot]
                     assert sorted(placed.tolist()) == sorted(microbatch["lengths"])
             assert (step.seconds > 0).all()
 

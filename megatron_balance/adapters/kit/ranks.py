@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_balance.adapters.kit.plans import Ints, even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import build_data_schedule, mountain_order
+from megatron_balance.planner import build_data_schedule, organ_pipe_order
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, Header, gather_lengths
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
@@ -69,7 +69,7 @@ def agreed_microbatches(
             break
     costs = sample_costs(samples, cost_model=cost_model)
     of_slots = np.array([[costs[slot].sum() for slot in slots]])
-    order = mountain_order(of_slots)[0] if mountain else np.argsort(-of_slots[0], kind="stable")
+    order = organ_pipe_order(of_slots)[0] if mountain else np.argsort(-of_slots[0], kind="stable")
     return [slots[index].tolist() for index in order]
 
 

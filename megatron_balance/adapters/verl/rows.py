@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils
 from megatron_balance.adapters.kit import even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import mountain_order
+from megatron_balance.planner import organ_pipe_order
 
 Ints = NDArray[np.int64]
 
@@ -79,7 +79,7 @@ def order_rows(
         unit_loads = np.array([loads[rows].sum() for rows in rows_of_units])
         for rank, items in enumerate(balanced_partitions(unit_loads, num_parts=num_ranks, equal_size=True)):
             chosen = np.array(items, dtype=np.int64)
-            order = mountain_order(unit_loads[chosen][None, :])[0]
+            order = organ_pipe_order(unit_loads[chosen][None, :])[0]
             parts[rank] += [rows_of_units[unit] for unit in chosen[order]]
     return RowOrder(tuple(map(np.concatenate, parts)))
 

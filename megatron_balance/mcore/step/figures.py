@@ -54,7 +54,7 @@ def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.
         figures["measured_imbalance"] = float(seconds.max() / seconds.mean())
         figures["busiest_rank_seconds"] = float(seconds.max())
     if topology.dynamic_cp:
-        sizes = schedule.cp_size_grid.ravel()[schedule.slot_of]
+        sizes = schedule.cp_size_grid.ravel()[schedule.microbatch_of]
         shares = {size: int(schedule.lengths[sizes == size].sum()) / total for size in topology.dynamic_cp_sizes}
         figures |= {f"tokens_at_cp_{size}": share for size, share in shares.items()}
         figures["mean_cp_size"] = sum(size * share for size, share in shares.items())

@@ -49,7 +49,9 @@ class StepTotals:
     def of_schedule(cls, schedule: DataSchedule) -> StepTotals:
         """Those of a plan."""
         lengths = schedule.lengths
-        return cls(np.unique(schedule.slot_of[lengths > 0]).size, int(lengths.sum()), int((lengths * lengths).sum()))
+        return cls(
+            np.unique(schedule.microbatch_of[lengths > 0]).size, int(lengths.sum()), int((lengths * lengths).sum())
+        )
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ def slots_of_replica(
     sizes, dynamic = schedule.cp_size_grid, schedule.topology.dynamic_cp
     tokens = schedule.slot_tokens().reshape(sizes.shape)
     for size in np.unique(sizes[sizes > 0]).tolist():
-        here, topology = sizes == size, schedule.topology.at_cp_size(size)
+        here, topology = sizes == size, schedule.topology.with_cp_size(size)
         tokens[here] = filled_tokens(tokens[here], topology=topology, limits=schedule.limits, shape_bucket=shape_bucket)
     tokens[sizes == 0] = 0
     width = schedule.topology.cp_size if dynamic else 1
     leaves = range(dp_rank * width, (dp_rank + 1) * width)
-    ids, places = schedule.sample_ids(), schedule.places()
-    counts = np.bincount(schedule.slot_of, minlength=sizes.size)
+    ids, places = schedule.sample_ids(), schedule.owner_slots()
+    counts = np.bincount(schedule.microbatch_of, minlength=sizes.size)
     stops = np.cumsum(counts)
     of_leaves = [
         [ids[stops[place] - counts[place] : stops[place]] for place in places[leaf][sizes[leaf] > 0]] for leaf in leaves
@@ -129,7 +131,7 @@ def pack(
 ) -> list[Microbatch]:
     """The micro-batches of a leaf, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
-    multiples = {cp_size: topology.at_cp_size(cp_size).token_multiple for cp_size in {*slots.cp_sizes}}
+    multiples = {cp_size: topology.with_cp_size(cp_size).token_multiple for cp_size in {*slots.cp_sizes}}
     for slot, (cp_size, num_tokens) in enumerate(zip(slots.cp_sizes, slots.num_tokens, strict=True)):
         sizes: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
         sizes["few_shapes"] = few_shapes
