@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_balance.mcore.bridge import install_bridge
     from megatron_balance.mcore.hooks import install
     from megatron_balance.mcore.loop import balanced_schedule
-    from megatron_balance.mcore.model_keywords import packed_seq_params
+    from megatron_balance.mcore.microbatch import packed_seq_params
     from megatron_balance.mcore.options import cautions
 
 __all__ = [
@@ -31,7 +31,7 @@ _HOMES = {
     "cautions": "options",
     "install": "hooks",
     "install_bridge": "bridge",
-    "packed_seq_params": "model_keywords",
+    "packed_seq_params": "microbatch",
 }
 """Modules that are loaded when a name is asked for: most load torch, or Megatron."""
 

@@ -23,8 +23,14 @@ import torch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import holding
-from megatron_balance.mcore.dynamic_cp import MicrobatchContext, connect
-from megatron_balance.mcore.model_keywords import called_with_mask, called_with_packs, packed_params_of, router_masks
+from megatron_balance.mcore.microbatch import (
+    CpGroups,
+    called_with_mask,
+    called_with_packs,
+    connect,
+    packed_params_of,
+    router_masks,
+)
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
@@ -74,11 +80,9 @@ class BalancedForwardBackward:
         if settings.eval_limits is not None:
             planner = StepPlanner(settings, **ranks, evaluation_plans=training.planner.plans)
             self._evaluation = StepPrefetcher(planner, replica=replica, thread=training.thread)
-        self.context: MicrobatchContext | None = None
+        self.context: CpGroups | None = None
         if topology.dynamic_cp:
-            self.context = MicrobatchContext(
-                topology, layout=layout, timeout=timeout, for_routers=settings.counts_router_tokens
-            )
+            self.context = CpGroups(topology, layout=layout, timeout=timeout, for_routers=settings.counts_router_tokens)
             if taken := connect(self.context.by_size):
                 say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         self._layout: Any = {"topology": topology, "place": place}

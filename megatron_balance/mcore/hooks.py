@@ -17,8 +17,8 @@ import torch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off, quiet_imports
-from megatron_balance.mcore.dynamic_cp import MicrobatchContext
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
+from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.options import Options, holds
 from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
 from megatron_balance.mcore.setup.flags import add_balance_args
@@ -98,7 +98,7 @@ def _communicate_shapes(run: Run, communicate: Function, communicator: Any, *mes
     return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
-def _in_own_group(group_of: Callable[[MicrobatchContext, Any, Any], AbstractContextManager[None]]) -> Function:
+def _in_own_group(group_of: Callable[[CpGroups, Any, Any], AbstractContextManager[None]]) -> Function:
     """A forward in the context-parallel group of its micro-batch, which `group_of` puts in place."""
 
     def forward_in_group(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
@@ -225,7 +225,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.attention:Attention.forward",
         parameters=("packed_seq_params",),
-        wrap=_while_balancing(_in_own_group(MicrobatchContext.rotary_group)),
+        wrap=_while_balancing(_in_own_group(CpGroups.rotary_group)),
         why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
         until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
         needed="balance_context_parallel",
@@ -233,7 +233,7 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        wrap=_while_balancing(_in_own_group(MicrobatchContext.router_group)),
+        wrap=_while_balancing(_in_own_group(CpGroups.router_group)),
         why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
         needed="balance_context_parallel num_experts",

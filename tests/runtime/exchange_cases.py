@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import BalanceError
-from megatron_balance.mcore.dynamic_cp import connect
+from megatron_balance.mcore.microbatch import connect
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import share

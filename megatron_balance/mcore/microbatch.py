@@ -1,13 +1,17 @@
-"""Context-parallel groups of several sizes, and the forward pass of a micro-batch in one of them.
+"""What is switched while a micro-batch runs: its context-parallel group, and keywords that its model is called with.
 
-The ranks of one tensor-parallel rank and pipeline stage are a *lane* of `dp_size * cp_size` *leaves*, context-parallel
-ranks innermost. A group of `size` leaves starts at a multiple of `size`. Megatron's own group serves its size. What
-reads context-parallel state while a micro-batch runs is switched: `parallel_state`'s group for scripts; `cp_group` and
-`local_cp_size` of PackedSeqParams for attention kernels, also in recomputation; the attention module's collection of
-groups for rotary angles; the router's group for auxiliary losses.
+The ranks of one tensor-parallel rank and pipeline stage are a DP×CP group of `dp_size * cp_size` ranks,
+context-parallel ranks innermost. A context-parallel group of `size` of them starts at a multiple of `size`; Megatron's
+own group serves its size. What reads context-parallel state is switched: `parallel_state`'s group for scripts;
+`cp_group` and `local_cp_size` of PackedSeqParams for attention kernels, also in recomputation; the attention module's
+collection of groups for rotary angles; the router's group for auxiliary losses.
+
+A forward pre-hook adds keywords that a script's forward step does not give: padding masks, for MoE routers, which then
+count real tokens only (those of multi-token prediction in 0.17 take none), and PackedSeqParams under
+`--balance-unpad`, whose scripts name no starts of sequences; every rank knows both.
 
 Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; outside a forward
-pass and its loss function all state is that of `--context-parallel-size`.
+pass and its loss function all state is that of `--context-parallel-size`, and no pre-hook is left.
 """
 
 from __future__ import annotations
@@ -15,17 +19,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import holding
 from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
+from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.step.packs import Slots, pack
+from megatron_balance.samples.packing import padding_mask
 from megatron_balance.topology import Topology
 
 Recorded = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
@@ -55,10 +65,10 @@ def connect(by_size: Mapping[int, dist.ProcessGroup]) -> int:
     return max(free - torch.cuda.mem_get_info()[0], 0) if on_gpu else 0
 
 
-class MicrobatchContext:
+class CpGroups:
     """Switches this rank between context-parallel groups, of which every rank of the world makes all.
 
-    `by_size` lacks the sizes that this rank's leaf is in no whole group of. MoE routers with a loss of their own
+    `by_size` lacks the sizes that this rank is in no whole group of. MoE routers with a loss of their own
     (`for_routers`) sum over the same groups with all their tensor-parallel ranks.
     """
 
@@ -74,8 +84,8 @@ class MicrobatchContext:
 
                 def key(place: Place, size: int = size) -> Hashable | None:
                     block = (place.dp * topology.cp_size + place.cp) // size
-                    lane = place.pp, None if over_tensor_ranks else place.tp
-                    return (*lane, block) if (block + 1) * size <= topology.dp_cp_size else None
+                    dp_cp_group = place.pp, None if over_tensor_ranks else place.tp
+                    return (*dp_cp_group, block) if (block + 1) * size <= topology.dp_cp_size else None
 
                 if size != topology.cp_size:
                     group = make_groups(layout.groups(key), timeout=timeout, backend=dist.get_backend(static))
@@ -84,9 +94,9 @@ class MicrobatchContext:
 
         self.by_size = groups(parallel_state.get_context_parallel_group(), over_tensor_ranks=False)
         self._static_size = topology.cp_size
-        self._of_routers: Mapping[int, dist.ProcessGroup] = self.by_size if for_routers else {}
+        self._router_groups: Mapping[int, dist.ProcessGroup] = self.by_size if for_routers else {}
         if for_routers and topology.tp_size > 1:
-            self._of_routers = groups(parallel_state.get_tensor_and_context_parallel_group(), over_tensor_ranks=True)
+            self._router_groups = groups(parallel_state.get_tensor_and_context_parallel_group(), over_tensor_ranks=True)
         self.recorded: Recorded = lambda value, groups: (value, groups)
         self._engine_class = _engine_class()
         if self._engine_class is not None and self._engine_class.cp_stream is None:
@@ -96,7 +106,7 @@ class MicrobatchContext:
         """Set every attention module of Transformer Engine back to the static group."""
         if self._engine_class is None:
             return
-        group = self._of_attention(self._static_size)
+        group = self.attention_group(self._static_size)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         for chunk in model if isinstance(model, list) else [model]:
             for module in chunk.modules():
@@ -134,17 +144,17 @@ class MicrobatchContext:
         """Sum the router losses of a transformer layer, if it has any, over the group of these params."""
         router = getattr(getattr(layer, "mlp", None), "router", None)
         size = getattr(packed_seq_params, "local_cp_size", None)
-        if router is None or size in (None, self._static_size) or not self._of_routers:
+        if router is None or size in (None, self._static_size) or not self._router_groups:
             yield
             return
-        stock, group = router.tp_cp_group, self._of_routers[size]
+        stock, group = router.tp_cp_group, self._router_groups[size]
 
         def recorded(value: Any, groups: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if groups.get("reduce_group") is group:
                 groups = groups | {"reduce_group": stock}
             # A mean over all ranks counts a micro-batch once for each rank of its group.
-            share = 1.0 if groups.get("avg_group") is None else self._static_size / size
-            return value * share, groups
+            weight = 1.0 if groups.get("avg_group") is None else self._static_size / size
+            return value * weight, groups
 
         with holding(router, tp_cp_group=group), holding(self, recorded=recorded):
             yield
@@ -156,7 +166,7 @@ class MicrobatchContext:
         ranks = dist.get_process_group_ranks(group)
         return holding(parallel_state, _CONTEXT_PARALLEL_GROUP=group, _CONTEXT_PARALLEL_GLOBAL_RANKS=ranks)
 
-    def _of_attention(self, size: int) -> dist.ProcessGroup | None:
+    def attention_group(self, size: int) -> dist.ProcessGroup | None:
         """The group for attention kernels; None for one rank, where releases would exchange keys with nobody."""
         return None if size == 1 and not self._names_every_group else self.by_size[size]
 
@@ -171,7 +181,7 @@ class MicrobatchContext:
                     f"{type(module).__name__} was called without packed_seq_params, which carry the context-parallel "
                     "size of a micro-batch: pass them by keyword, or train without --balance-context-parallel."
                 )
-            params.cp_group, params.local_cp_size = self._of_attention(size), size
+            params.cp_group, params.local_cp_size = self.attention_group(size), size
 
         inner: Any = unwrap_model(model)
         handle = inner.register_forward_pre_hook(stamp, with_kwargs=True)
@@ -188,3 +198,114 @@ def _engine_class() -> Any:
     except ImportError:
         return None
     return TEDotProductAttention if HAVE_TE else None
+
+
+def router_masks(slots: Slots, *, model: Any, topology: Topology, place: Place) -> list[Tensor]:
+    """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
+
+    One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
+    """
+    for chunk in model if isinstance(model, list) else [model]:
+        _refuse_without(
+            chunk,
+            "padding_mask",
+            "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
+            "--moe-router-enable-expert-bias",
+            "train without these flags or --balance-*",
+        )
+    dp_cp_rank = place.dp * topology.cp_size + place.cp
+    masks = [
+        padding_mask(
+            lengths,
+            num_tokens=num_tokens,
+            token_multiple=topology.with_cp_size(size).token_multiple,
+            cp_size=size,
+            cp_rank=dp_cp_rank % size,
+        )
+        for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
+    ]
+    whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
+    return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
+
+
+def called_with_mask(mask: Tensor, *, model: Any, topology: Topology, place: Place) -> AbstractContextManager[None]:
+    """Have a chunk called with a router mask in this context, or with the share of a sequence-parallel rank.
+
+    GPTModel splits a mask itself, and on the first pipeline stage only.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.utils import unwrap_model
+
+    inner: Any = unwrap_model(model)
+    splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
+    if topology.sequence_parallel and not splits:
+        mask = mask.chunk(topology.tp_size, dim=1)[place.tp]
+    return _called_with(model, padding_mask=mask)
+
+
+def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
+    """Megatron's PackedSeqParams of a packed micro-batch, for the model.
+
+    Args:
+        microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and
+            `max_seqlen` `[1]`; as the iterator hands it out, on the CPU: from a GPU two numbers would be read back, for
+            which the host waits.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    padded = microbatch.get("cu_seqlens_padded")
+    starts: Tensor = (microbatch["cu_seqlens"] if padded is None else padded).squeeze(0)
+    max_seqlen, num_tokens = int(microbatch["max_seqlen"].max()), int(starts[-1])
+    starts = starts.cuda(non_blocking=True)
+    padded = None if padded is None else starts
+    # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
+    whole: Any = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  # Megatron's hint leaves out None
+        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        **whole,
+    )
+
+
+def packed_params_of(slots: Slots, *, settings: Settings) -> list[Any]:
+    """Megatron's PackedSeqParams of each micro-batch, on the device; without context parallelism."""
+    packs = pack(slots, topology=settings.topology, few_shapes=settings.few_shapes, pin_memory=False)
+    return [packed_seq_params(starts) for starts in packs]
+
+
+def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:
+    """Have a chunk called with PackedSeqParams in this context; one that takes none is refused."""
+    reason = "so that samples of a pack would attend to one another"
+    _refuse_without(model, "packed_seq_params", reason, "train without --balance-unpad")
+    return _called_with(model, packed_seq_params=params)
+
+
+def _refuse_without(model: Any, name: str, reason: str, instead: str) -> None:
+    from megatron.core.utils import unwrap_model
+
+    inner: Any = unwrap_model(model)
+    if name not in inspect.signature(inner.forward).parameters:
+        raise BalanceError(
+            f"{type(inner).__name__}.forward takes no {name}, {reason}: add the parameter and hand it to the decoder, "
+            f"or {instead}."
+        )
+
+
+@contextlib.contextmanager
+def _called_with(model: Any, **added: Any) -> Iterator[None]:
+    from megatron.core.utils import unwrap_model
+
+    def add(_: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return positional, keywords | added
+
+    inner: Any = unwrap_model(model)  # without the wrappers for data parallelism and precision
+    handle = inner.register_forward_pre_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
