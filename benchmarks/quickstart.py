@@ -18,7 +18,7 @@ FLAGS = {
     "packed": "`--use-dynamic-batch-size`",
     "balance_data": "and `--balance-data`",
     "balance_by_flops": "and `--balance-by-flops`",
-    "dynamic_cp": "and `--balance-context-parallel`",
+    "dynamic_cp": "and `--balance-dynamic-cp`",
 }
 
 

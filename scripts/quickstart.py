@@ -54,7 +54,7 @@ FLAGS = (
     "--num-layers 1 --hidden-size 64 --kv-channels 32 --num-attention-heads 6 --num-query-groups 2 "
     f"--ffn-hidden-size 192 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --seed {SEED} "
     f"--global-batch-size {GLOBAL_BATCH_SIZE} --use-dynamic-batch-size "
-    f"--max-tokens-per-gpu {SEQ_LENGTH} --balance-data --balance-by-flops --balance-context-parallel "
+    f"--max-tokens-per-gpu {SEQ_LENGTH} --balance-data --balance-by-flops --balance-dynamic-cp "
     # On a CPU attention runs at about this many times the rate of all else (fits: 2.6, 2.7); on a GPU below 1.
     "--balance-attention-rate 2.6 "
     # Rounding grows from step to step, the faster the larger the steps.

@@ -38,7 +38,7 @@ SHAPE_FLAGS = (
     "--ffn-hidden-size 192"
 )
 STATIC = {"CP4": "--context-parallel-size 4", "CP2": "--context-parallel-size 2"}
-DYNAMIC = "--context-parallel-size 2 --balance-context-parallel"
+DYNAMIC = "--context-parallel-size 2 --balance-dynamic-cp"
 TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
 
 

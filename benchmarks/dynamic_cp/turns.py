@@ -2,7 +2,7 @@
 
     torchrun … tests/kit/cpu_shim.py benchmarks/dynamic_cp/turns.py RECORD_DIR ARGS
 
-ARGS turn `--balance-context-parallel` on. All policies run in one process group, so a machine that is slower for a
+ARGS turn `--balance-dynamic-cp` on. All policies run in one process group, so a machine that is slower for a
 while, or a rank that is slower in this group than in another, is so for each of them.
 """
 

@@ -17,7 +17,7 @@ FLAGS = (
 )
 STEPS = f"--train-iters {NUM_STEPS}"
 
-DYNAMIC = f"--balance-context-parallel --max-tokens-per-gpu {SEQ_LENGTH // 2}"
+DYNAMIC = f"--balance-dynamic-cp --max-tokens-per-gpu {SEQ_LENGTH // 2}"
 POLICIES = {"by FLOPs": "", "dynamic CP": DYNAMIC}
 RANKS = ((2, 2), (2, 4), (4, 2), (2, 1))
 

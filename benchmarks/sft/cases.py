@@ -72,7 +72,7 @@ LAYOUTS = {
 }
 
 DYNAMIC = ("DP2 CP2", "DP4", "DP2 PP2", "DP2 TP2 SP")
-"""Layouts that train with `--balance-context-parallel` as well."""
+"""Layouts that train with `--balance-dynamic-cp` as well."""
 
 DOCUMENTS = ("--sft", "--dataloader-inter-document-masking")
 PADDED_ROWS = "--eod-mask-loss"
@@ -122,7 +122,7 @@ class Case:
         parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
         parts += [f"--balance-unpad {PADDING}"] if self.balanced and self.data == PADDED_ROWS else []
         if self.dynamic:
-            parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-context-parallel")
+            parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-dynamic-cp")
         elif self.balanced and self.model in MEANS:
             parts.append(MOVED)
         elif self.balanced:

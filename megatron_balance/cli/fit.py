@@ -31,7 +31,7 @@ _EPILOG = """\
 examples:
   torchrun … train.py … --balance-data --balance-by-flops --balance-record record --train-iters 20
   megatron-balance fit record --out seconds.json
-  torchrun … train.py … --balance-data --balance-by-flops --balance-cost seconds.json
+  torchrun … train.py … --balance-data --balance-cost seconds.json
   megatron-balance compare lengths.npz … --cost seconds.json
 
 Three steps are enough where lengths differ. The first step of a run is left out where three others were measured. Costs

@@ -112,11 +112,11 @@ class Question:
         if costs.name == "flops" or costs.shape is not None:
             policies.append(Policy("by-flops", flags, costs.planning("flops", self.topology)))
         if costs.name == "seconds":
-            flags = flags.partition(" --balance-attention-rate")[0] + f" --balance-cost {costs.cost or 'seconds.json'}"
+            flags = flags.partition(" --balance-by-flops")[0] + f" --balance-cost {costs.cost or 'seconds.json'}"
             policies.append(Policy("calibrated", flags, costs.planning("seconds", self.topology)))
         reasons = list[str]()
         if costs.name != "tokens":
-            flags += " --balance-context-parallel"
+            flags += " --balance-dynamic-cp"
             if not costs.knows_exchange(dynamic):
                 reasons.append("dynamic CP is not compared: what its ranks would receive is not known: add --model")
             else:
@@ -248,7 +248,7 @@ def _reasons(
         yield (
             f"{num_over} of {lengths.size} samples are longer than the cap of {cap} tokens and run alone above it, the "
             f"longest with {lengths.max()}: --max-tokens-per-gpu {-(-int(padded.max()) // num_ranks)} holds it, if "
-            f"memory does; else cut them at {cap}{', or add --balance-context-parallel' if shared else ''}."
+            f"memory does; else cut them at {cap}{', or add --balance-dynamic-cp' if shared else ''}."
         )
     if chosen.setting.cost_name == "tokens" and all(result.policy.name != "by-flops" for result in results):
         yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."

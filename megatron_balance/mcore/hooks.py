@@ -228,7 +228,7 @@ HOOKS = (
         wrap=_while_balancing(_in_own_group(CpGroups.rotary_group)),
         why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
         until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
-        needed="balance_context_parallel",
+        needed="balance_dynamic_cp",
         first=(0, 19),
     ),
     Hook(
@@ -236,7 +236,7 @@ HOOKS = (
         wrap=_while_balancing(_in_own_group(CpGroups.router_group)),
         why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
-        needed="balance_context_parallel num_experts",
+        needed="balance_dynamic_cp num_experts",
         first=(0, 19),
     ),
     Hook(
@@ -245,7 +245,7 @@ HOOKS = (
         wrap=_while_balancing(_record, in_step=True),
         why="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
         until="Megatron's log takes losses of groups of several sizes",
-        needed="balance_context_parallel num_experts",
+        needed="balance_dynamic_cp num_experts",
         first=(0, 19),
     ),
     Hook(

@@ -24,7 +24,7 @@ from megatron_balance.model.shape import ModelShape
 
 Schedule = Callable[..., Any]
 
-_OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-by-flops")
+_OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-cost", "flops")
 
 
 def balanced_schedule(
@@ -140,10 +140,10 @@ def run_of_model(
             "its forward step: train it without balancing."
         )
     vocab_size = getattr(inner, "vocab_size", None)
-    if parsed.balance_by_flops and cost is None and vocab_size is None:
+    if parsed.balance_cost == "flops" and cost is None and vocab_size is None:
         raise BalanceError(
             f"{type(inner).__name__} has no vocab_size, so that its FLOPs are not known: give cost (a ModelShape or a "
-            "CostModel), or the flag --no-balance-by-flops."
+            "CostModel), or the flag --balance-cost tokens."
         )
     pattern = getattr(inner, "hybrid_layer_pattern", None) or getattr(inner, "hybrid_override_pattern", None)
     engine = any("transformer_engine" in type(module).__module__ for module in inner.modules())

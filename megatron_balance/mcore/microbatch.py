@@ -179,7 +179,7 @@ class CpGroups:
             if params is None:
                 raise BalanceError(
                     f"{type(module).__name__} was called without packed_seq_params, which carry the context-parallel "
-                    "size of a micro-batch: pass them by keyword, or train without --balance-context-parallel."
+                    "size of a micro-batch: pass them by keyword, or train without --balance-dynamic-cp."
                 )
             params.cp_group, params.local_cp_size = self.attention_group(size), size
 

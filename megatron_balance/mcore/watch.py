@@ -1,7 +1,7 @@
 """Watches a run on one rank: logs its figures and device memory, and writes the record. `step/timing.py` times passes.
 
 Nothing here sends a message: seconds and memory travel in the header by which ranks gather lengths two steps later. The
-first rank of the world records plans, the first of every model replica (with `--balance-context-parallel` of every
+first rank of the world records plans, the first of every model replica (with `--balance-dynamic-cp` of every
 context-parallel rank) its seconds.
 
 Invariants: watching does not change training; a step that Megatron runs again counts once; a new run replaces the

@@ -134,7 +134,7 @@ def test_open_files_are_compared_with_what_the_flags_need(
         # R38
         (
             "--balance-by-flops --calculate-per-token-loss",
-            ["--balance-by-flops is set: nothing is packed by it; add --use-dynamic-batch-size"],
+            ["--balance-cost is flops: nothing is packed by it; add --use-dynamic-batch-size"],
         ),
         (
             "--use-dynamic-batch-size --max-tokens-per-gpu 0",
@@ -145,8 +145,8 @@ def test_open_files_are_compared_with_what_the_flags_need(
         (f"{BALANCED} --balance-objective fastest", ["Megatron's parser refuses: argument --balance-objective"]),
         # Fault: sizes that are none were rounded down in silence.
         (
-            f"{BALANCED} --balance-context-parallel 3",
-            ["parser refuses: argument --balance-context-parallel: '3' is no power of two"],
+            f"{BALANCED} --balance-dynamic-cp 3",
+            ["parser refuses: argument --balance-dynamic-cp: '3' is no power of two"],
         ),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
         (f"{BALANCED} --balance-by-flops", []),

@@ -60,8 +60,8 @@ def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     for _ in range(2):
         installed = hooks.install()
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args = parser.parse_args(["--balance-by-flops", "--balance-context-parallel"])  # refused without the switch
-    assert args.balance_by_flops
+    args = parser.parse_args(["--balance-by-flops", "--balance-dynamic-cp"])  # refused without the switch
+    assert args.balance_cost == "flops"
     assert (training.get_forward_backward_func, training.evaluate) == before[1:]
     installed.undo()
     assert arguments.add_megatron_arguments is before[0]

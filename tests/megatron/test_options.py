@@ -22,7 +22,7 @@ from megatron_balance.planner import resolve_objective
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
-SIZED = f"--balance-context-parallel {PACKED}"
+SIZED = f"--balance-dynamic-cp {PACKED}"
 UNPADDED = "--balance-unpad 0 --no-create-attention-mask-in-dataloader"
 FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
 DOCUMENTS = "--dataloader-inter-document-masking --pipeline-model-parallel-size 4"
@@ -104,12 +104,12 @@ REFUSED = [
     f"--balance-shape-bucket 3 {SIZED}",
     f"--balance-algorithm karmarkar_karp {SIZED}",
     f"--balance-unpad 0 --no-create-attention-mask-in-dataloader {SIZED}",
-    "--balance-by-flops",
-    f"--balance-cost seconds.json {PACKED}",
+    "--balance-cost flops",
+    "--balance-cost seconds.json --balance-data",
     f"--balance-attention-rate 1 {PACKED}",
-    f"--balance-attention-rate 1 --balance-by-flops --balance-cost seconds.json {PACKED}",
-    "--balance-context-parallel",
-    "--balance-context-parallel --no-balance-data --use-dynamic-batch-size --max-tokens-per-gpu 4096",
+    f"--balance-attention-rate 1 --balance-cost seconds.json {PACKED}",
+    "--balance-dynamic-cp",
+    "--balance-dynamic-cp --no-balance-data --use-dynamic-batch-size --max-tokens-per-gpu 4096",
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",
     f"--balance-shape-bucket 0 {PACKED}",
     f"--balance-evaluation {SIZED}",
@@ -119,7 +119,7 @@ WITHOUT_BALANCING = [
     "--balance-unpad 0",
     "--balance-record r",
     "--balance-evaluation",
-    "--balance-by-flops",
+    "--balance-cost flops",
 ]
 """Flags that refine balancing, alone."""
 
@@ -310,7 +310,7 @@ def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags: str, object
         for sizes in (
             {},
             {"context_parallel_size": 2},
-            {"context_parallel_size": 2, "balance_context_parallel": "all"},
+            {"context_parallel_size": 2, "balance_dynamic_cp": "all"},
         ):
             topology = topology_of(options | sizes | {"tp_only_amax_red": True, "fp8_recipe": "delayed"})
-            assert topology.reduces_in_microbatches is ("balance_context_parallel" in sizes)
+            assert topology.reduces_in_microbatches is ("balance_dynamic_cp" in sizes)

@@ -20,7 +20,7 @@ WITHIN, BETWEEN = 0.0087, 0.078
 """Parts of a token's linear cost."""
 
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-SIZED = f"{PACKED} --balance-by-flops --balance-context-parallel"
+SIZED = f"{PACKED} --balance-by-flops --balance-dynamic-cp"
 
 
 def settings(flags: str, **validated: Any) -> Settings:
@@ -103,7 +103,7 @@ def test_a_record_is_continued_where_a_checkpoint_was_loaded() -> None:
 def test_measured_seconds_are_shared_by_the_ranks_of_a_sample(tmp_path: Path, flags: str, sharing: int) -> None:
     file, costs = tmp_path / "seconds.json", CostModel(linear=4000, quadratic=400, per_microbatch=9, cp_exchange=8)
     Calibration(costs, held_out_error=None).write(file)
-    model = settings(f"{PACKED} --balance-by-flops --balance-cost {file} {flags}").costs.model
+    model = settings(f"{PACKED} {flags} --balance-cost {file}").costs.model
     assert (model.linear, model.quadratic, model.per_microbatch) == (4000 / sharing, 400 / sharing, 9)
 
 
@@ -124,5 +124,5 @@ def test_groups_within_a_node_exchange_over_its_links(
     monkeypatch: pytest.MonkeyPatch, topology: Topology, ranks_of_node: int, part: float
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
-    cost = costs_of({"balance_by_flops": True, "bf16": True}, topology=topology, shape=lambda: SHAPE).model
+    cost = costs_of({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
     assert cost.cp_exchange / cost.linear == pytest.approx(part, rel=0.02)

@@ -80,7 +80,7 @@ BY_TOKENS = f"{PACKED} {MOVED}"
 BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
 ALONE = BY_FLOPS.replace(f"{CAP}", "8") + " --no-balance-evaluation"
 """Each sample is a micro-batch, as in stock runs."""
-DYNAMIC_CP = BY_FLOPS.replace(f"{CAP}", f"{CAP // 2}") + " --balance-context-parallel"
+DYNAMIC_CP = BY_FLOPS.replace(f"{CAP}", f"{CAP // 2}") + " --balance-dynamic-cp"
 RECORDED = "--balance-record {run}/record"
 
 
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def dynamic(self) -> bool:
-        return "--balance-context-parallel" in self.balance
+        return "--balance-dynamic-cp" in self.balance
 
     @property
     def without(self) -> list[str]:

@@ -148,7 +148,7 @@ def test_what_a_log_says_how_often(train: KeptRuns, row: Row) -> None:
 def test_one_flag_says_what_it_chose(train: KeptRuns, row: Row) -> None:
     (line,) = (x for x in run_of(train, row).log(0).splitlines() if "--balance chose" in x)
     assert "--use-dynamic-batch-size (" in line
-    assert "--balance-by-flops (" in line
+    assert "--balance-cost flops (" in line
     assert "--max-tokens-per-gpu" not in line
 
 

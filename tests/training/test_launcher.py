@@ -70,7 +70,7 @@ def test_the_switch_makes_both_ways_in_stock_runs(monkeypatch: pytest.MonkeyPatc
         "import megatron_balance.mcore.autoinstall, sys\n"
         "from megatron.training import arguments, training\n"
         "hooked = hasattr(training.get_forward_backward_func, '__wrapped__')\n"
-        "print('balance_by_flops' in arguments.parse_args(), hooked)\n"
+        "print('balance_cost' in arguments.parse_args(), hooked)\n"
     )
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8"
@@ -93,7 +93,7 @@ def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
     for status, says, arguments in (
         (2, "there is no script 'nowhere.py'", ["nowhere.py", "--balance-data"]),
-        (1, "\nmegatron_balance: --balance-by-flops is set: nothing", [str(script), "--balance-by-flops"]),
+        (1, "\nmegatron_balance: --balance-cost is flops: nothing", [str(script), "--balance-by-flops"]),
     ):
         with pytest.raises(RunFailed) as failure:
             call("test_launcher:launch_here", str(tmp_path / str(status)), [*arguments, "--calculate-per-token-loss"])
@@ -148,7 +148,7 @@ def test_its_flags_are_known_and_describe_the_model(parser: argparse.ArgumentPar
     assert command[0] == "torchrun"
     args = parser.parse_args(command[command.index("megatron/pretrain_gpt.py") + 1 :])  # an unknown flag ends here
     assert args.balance_data
-    assert args.balance_by_flops
+    assert args.balance_cost == "flops"
     assert args.save == "here"
     ours, named = ModelShape.from_megatron_args(args), ModelShape.preset(MODELS[script])
     for field in ("hidden_size", "num_layers", "num_query_groups", "kv_channels", "num_experts", "moe_ffn_hidden_size"):
@@ -165,9 +165,9 @@ def test_without_arguments_it_says_how_to_use_it(script: str) -> None:
 CHOSEN = {
     "use_dynamic_batch_size": True,
     "balance_data": True,
-    "balance_by_flops": True,
+    "balance_cost": "flops",
     "max_tokens_per_gpu": 8192,
-    "balance_context_parallel": None,
+    "balance_dynamic_cp": None,
 }
 
 
@@ -178,7 +178,7 @@ CHOSEN = {
         ("--balance --context-parallel-size 4", CHOSEN | {"max_tokens_per_gpu": 2048}),
         ("--balance --max-tokens-per-gpu 99", CHOSEN | {"max_tokens_per_gpu": 99}),
         ("--balance --no-balance-data", CHOSEN | {"balance_data": False}),
-        ("--balance --balance-context-parallel 2", CHOSEN | {"balance_context_parallel": 2}),
+        ("--balance --balance-dynamic-cp 2", CHOSEN | {"balance_dynamic_cp": 2}),
         (
             "--balance --no-use-dynamic-batch-size",
             {**dict.fromkeys(CHOSEN), "use_dynamic_batch_size": False, "balance_data": True},

@@ -67,7 +67,7 @@ def cautions(args: Namespace | Options) -> list[str]:
 
 
 def dynamic_cp_problem(options: Options) -> str | None:
-    """The first refusal of `--balance-context-parallel` with a model; None where there is none."""
+    """The first refusal of `--balance-dynamic-cp` with a model; None where there is none."""
     return next(iter(messages(options, DYNAMIC_CP)), None)
 
 
@@ -194,7 +194,7 @@ def _spans(options: Options, *, ep_size: int) -> bool:
     Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch, `tp` where
     micro-batches have sizes of their own.
     """
-    cp_size = 1 if options.get("balance_context_parallel") else options.get("context_parallel_size") or 1
+    cp_size = 1 if options.get("balance_dynamic_cp") else options.get("context_parallel_size") or 1
     return bool(options.get("num_experts")) and _tp(options) * cp_size % (_etp(options) * ep_size) != 0
 
 
@@ -234,8 +234,8 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
         lambda options: bool(options.get("dataloader_inter_document_masking") and not options.get("sft")),
     ),
     "context_parallel": (
-        ("context_parallel_size", "balance_context_parallel"),
-        lambda options: bool(_largest(options, "context_parallel_size") > 1 or options.get("balance_context_parallel")),
+        ("context_parallel_size", "balance_dynamic_cp"),
+        lambda options: bool(_largest(options, "context_parallel_size") > 1 or options.get("balance_dynamic_cp")),
     ),
     "aux_loss": (
         ("moe_aux_loss_coeff", "num_experts"),
@@ -250,7 +250,7 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
     "stock_evaluation": (
         (),
-        lambda options: options["balance_evaluation"] is False or options["balance_context_parallel"] is not None,
+        lambda options: options["balance_evaluation"] is False or options["balance_dynamic_cp"] is not None,
     ),
 }
 

@@ -14,7 +14,7 @@ from megatron_balance.mcore.options import RULES, messages, problems
 from megatron_balance.planner import OBJECTIVES
 
 ALL_RANKS = "all"
-"""`--balance-context-parallel` without a limit."""
+"""`--balance-dynamic-cp` without a largest size."""
 
 
 def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -71,27 +71,31 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",
     )
     add(
-        "--balance-context-parallel",
+        "--balance-dynamic-cp",
         nargs="?",
         type=_word_or_number(ALL_RANKS, is_one=lambda n: n.bit_count() == 1, says="no power of two"),
         const=ALL_RANKS,
-        metavar="SIZE",
-        help="Give each micro-batch a context-parallel size of its own, a power of two up to SIZE or all data- and "
+        metavar="N",
+        help="Give each micro-batch a context-parallel size of its own, a power of two up to N or all data- and "
         "context-parallel ranks.",
     )
+    add("--no-balance-dynamic-cp", action="store_const", const=None, dest="balance_dynamic_cp", help="Take it back.")
     add(
-        "--balance-by-flops",
-        action=on_or_off,
-        help="Count FLOPs of this run's model in place of tokens, and pack by number partitioning, not first-fit.",
+        "--balance-cost",
+        metavar="tokens|flops|FILE",
+        help="The cost of a sample: its tokens (the default), the FLOPs of this run's model, or the seconds of a "
+        "seconds.json (megatron-balance fit). With FLOPs and seconds packs are of even cost, not filled first-fit.",
     )
+    by_flops: dict[str, Any] = {"action": "store_const", "dest": "balance_cost"}
+    add("--balance-by-flops", const="flops", help="The same as --balance-cost flops.", **by_flops)
+    add("--no-balance-by-flops", const="tokens", help="The same as --balance-cost tokens.", **by_flops)
     add(
         "--balance-attention-rate",
         type=_rate,
         metavar="RATE",
-        help="Rate at which GPUs run attention over that of all else, for --balance-by-flops; 1 counts plain FLOPs. "
+        help="Rate at which GPUs run attention over that of all else, for --balance-cost flops; 1 counts plain FLOPs. "
         "Without it, what loses least over the published GPUs for the run's precision and kind of model.",
     )
-    add("--balance-cost", metavar="FILE", help="Count the seconds of a seconds.json (megatron-balance fit), not FLOPs.")
     add(
         "--balance-objective",
         choices=OBJECTIVES,
@@ -216,9 +220,9 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     choose("use_dynamic_batch_size", True, "samples share micro-batches, and padding is not computed")
     choose("balance_data", True, "samples move to ranks that would wait")
     if flags.use_dynamic_batch_size:
-        choose("balance_by_flops", True, "attention grows with the square of a sample's length")
-    if flags.use_dynamic_batch_size and flags.balance_data and flags.balance_context_parallel is None:
-        choices.append("no --balance-context-parallel (it has run on no GPU; add it by name where samples are long)")
+        choose("balance_cost", "flops", "attention grows with the square of a sample's length")
+    if flags.use_dynamic_batch_size and flags.balance_data and flags.balance_dynamic_cp is None:
+        choices.append("no --balance-dynamic-cp (it has run on no GPU; add it by name where samples are long)")
 
 
 def _against(options: Mapping[str, Any]) -> list[str]:

@@ -125,13 +125,12 @@ def timeout_of(options: Options) -> timedelta:
 
 def policy_of(options: Options) -> str:
     """The flags that choose the plans, for people."""
-    limit = options["balance_context_parallel"]
+    limit = options["balance_dynamic_cp"]
     chosen = {
         "--use-dynamic-batch-size": options["use_dynamic_batch_size"],
         "--balance-data": options["balance_data"],
-        f"--balance-context-parallel {'' if limit == ALL_RANKS else limit}".rstrip(): limit is not None,
-        "--balance-by-flops": options["balance_by_flops"],
-        "--balance-cost": options["balance_cost"] is not None,
+        f"--balance-dynamic-cp {'' if limit == ALL_RANKS else limit}".rstrip(): limit is not None,
+        f"--balance-cost {options['balance_cost']}": options["balance_cost"] not in (None, "tokens"),
         f"--balance-shape-bucket {options['balance_shape_bucket']}": options["balance_shape_bucket"] > 1,
         f"--balance-objective {options['balance_objective']}": options["balance_objective"] != "auto",
         f"--balance-algorithm {options['balance_algorithm']}": options["balance_algorithm"] != "auto",
@@ -152,14 +151,15 @@ def costs_of(
 ) -> Costs:
     """The costs that balance flags choose; `given` is one in place of FLOPs."""
     exchange, by_cp = 0, "receiving a token's keys and values from context-parallel ranks"
-    if not options.get("balance_by_flops"):
-        line = f"{by_cp}: not counted beside tokens: add --balance-by-flops."
+    name = options.get("balance_cost") or "tokens"
+    if name == "tokens":
+        line = f"{by_cp}: not counted beside tokens: add --balance-cost flops."
         return Costs(CostModel.tokens(), says=(line,) if topology.dynamic_cp else ())
-    name, file = "flops", options.get("balance_cost")
     says: tuple[str, ...] = ()
     calibration = rate = None
-    if file is not None:
-        name, calibration = "seconds", Calibration.read(Path(file))
+    if name != "flops":
+        file, name = name, "seconds"
+        calibration = Calibration.read(Path(file))
         # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
         sharing = topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
         cost_model = calibration.cost_model(ep_size=topology.ep_size, model_parallel_size=sharing)
@@ -212,7 +212,7 @@ def _exchange(
     return assumed, (
         f"of which attention hides what it can, assumed from {link / 1e9:g} GB/s {where}"
         f"{'' if calibration else f' and {ASSUMED_TFLOPS:g} TFLOP/s'}; megatron-balance fit "
-        "measures it in a run with --balance-context-parallel"
+        "measures it in a run with --balance-dynamic-cp"
     )
 
 
@@ -220,7 +220,7 @@ _REDUCTIONS = (
     # transformer_block.py: one autocast a forward, at whose end Transformer Engine reduces amaxes over the group of
     # parallel_state.get_amax_reduction_group; and again in the backward pass. tp_only_amax_red leaves TP and static CP.
     "fp8 fp8_recipe=delayed !tp_only_amax_red",
-    "fp8 fp8_recipe=delayed balance_context_parallel context_parallel_size>1",
+    "fp8 fp8_recipe=delayed balance_dynamic_cp context_parallel_size>1",
     # moe/router.py, _apply_global_aux_loss
     "moe_router_load_balancing_type=global_aux_loss :aux_loss",
 )
@@ -235,7 +235,7 @@ def topology_of(options: Options) -> Topology:
     left = options.get("world_size", 1) // (tp_size * pp_size * cp_size)
     # Before validation the options of a virtual pipeline have other names, and plans nothing to follow.
     interleaved = options.get("virtual_pipeline_model_parallel_size")
-    limit = options.get("balance_context_parallel")
+    limit = options.get("balance_dynamic_cp")
     return Topology(
         options.get("data_parallel_size") or max(left, 1),
         cp_size=cp_size,
