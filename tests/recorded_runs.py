@@ -23,7 +23,7 @@ def run_info(topology: Topology | None = None, **changes: object) -> RunInfo:
         cost_name="flops",
         objective="step",
         policy="--balance-data --balance-by-flops",
-        origin={"device": "a test", "clock": "a made-up clock", "versions": {"torch": "2"}},
+        environment={"device": "a test", "clock": "a made-up clock", "versions": {"torch": "2"}},
     )
     return replace(info, **changes)
 
@@ -32,7 +32,7 @@ def step_of(info: RunInfo, lengths: Sequence[int], **options: Any) -> StepRecord
     """The first step of a run, planned from these lengths."""
     shared = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
     schedule = build_data_schedule(lengths, objective=info.objective, **shared, **options)
-    return StepRecord.of_schedule(schedule, iteration=1)
+    return StepRecord.from_schedule(schedule, iteration=1)
 
 
 def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segments: int = 1) -> StepRecord:
@@ -49,7 +49,7 @@ def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segmen
         objective=info.objective,
         home_ranks=np.sort(np.arange(num_samples) % info.topology.dp_size),
     )
-    return StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=0.004, exchange_seconds=0.01)
+    return StepRecord.from_schedule(schedule, iteration=iteration, plan_seconds=0.004, exchange_seconds=0.01)
 
 
 def write_record(

@@ -25,14 +25,14 @@ RATE = 0.7
 
 def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: float = 0.0, longest: int = 4000) -> Path:
     """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
-    info = run_info(topology, limits=Limits(4096), cost_model=FLOPS, origin={"attention_rate": RATE})
+    info = run_info(topology, limits=Limits(4096), cost_model=FLOPS, environment={"attention_rate": RATE})
     rng = np.random.default_rng(7)
     num_rows = topology.dp_cp_size if topology.dynamic_cp else topology.dp_size
     writers = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(num_rows)]
     for iteration in range(1, num_steps + 1):
         lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
         schedule = build_data_schedule(lengths, cost_model=FLOPS, topology=topology, limits=info.limits)
-        writers[0].add_step(StepRecord.of_schedule(schedule, iteration=iteration))
+        writers[0].add_step(StepRecord.from_schedule(schedule, iteration=iteration))
         for rank, writer in enumerate(writers):
             sizes = schedule.cp_sizes[rank] if topology.dynamic_cp else [1] * schedule.num_microbatches
             seconds = [

@@ -37,7 +37,7 @@ from megatron_balance.record import (
     read_record,
     text_of,
 )
-from megatron_balance.record.step import dealt
+from megatron_balance.record.step import round_robin
 from megatron_balance.topology import Limits, Topology
 
 FEW_TOKENS = 10  # on average, below which the lengths are doubted
@@ -254,7 +254,7 @@ def _batches_of_record(record: RunRecord, *, steps: int | None, dp_size: int) ->
     batches = [step for step in record.steps if step.lengths.size]
     if record.info.topology.dp_size != dp_size:
         rows = [np.arange(batch.lengths.size) if batch.rows is None else batch.rows for batch in batches]
-        homes = [dealt(int(of_batch.max()) + 1, dp_size=dp_size)[of_batch] for of_batch in rows]
+        homes = [round_robin(int(of_batch.max()) + 1, dp_size=dp_size)[of_batch] for of_batch in rows]
         batches = [replace(batch, home_ranks=home) for batch, home in zip(batches, homes, strict=True)]
     if len(batches) < (steps or 1):
         raise BalanceError(f"the record has {len(batches)} steps with samples; --steps is {steps or 1}.")

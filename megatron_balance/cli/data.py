@@ -26,7 +26,7 @@ from megatron_balance.lengths import (
 )
 from megatron_balance.planner import Problem, resolve_objective
 from megatron_balance.record import StepRecord
-from megatron_balance.record.step import dealt
+from megatron_balance.record.step import round_robin
 from megatron_balance.topology import Limits, Topology
 
 MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
@@ -100,7 +100,7 @@ def batches_of_rows(
         rows = np.repeat(np.arange(size), counts[first : first + size])
         problem = Problem.of(
             stock.rows.lengths[ends[first] : ends[first + size]],
-            home_ranks=dealt(size, dp_size=topology.dp_size)[rows],
+            home_ranks=round_robin(size, dp_size=topology.dp_size)[rows],
             cost_model=CostModel.tokens(),
             topology=topology,
             limits=limits,

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
     """TFLOP/s of one GPU, where the run planned by FLOPs and the record says how they were weighed."""
-    model, rate = info.cost_model, info.origin.get("attention_rate")
+    model, rate = info.cost_model, info.environment.get("attention_rate")
     _, per_token, per_core = fit.coefficients.tolist()
     if info.cost_name != "flops" or not isinstance(rate, int | float) or not (per_token and per_core):
         return {}
@@ -154,4 +154,4 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
         cp_exchange=max(1, round(per_core * fit.exchange * ranks)) if info.topology.dynamic_cp else 0,
     )
     seen = {"longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy}
-    return Calibration(costs=costs, held_out_error=fit.error, origin={**info.origin, **_rates(fit, info=info), **seen})
+    return Calibration(costs=costs, held_out_error=fit.error, origin={**info.environment, **_rates(fit, info=info), **seen})

@@ -171,7 +171,7 @@ class Question:
             )
             spent = time.perf_counter() - started
             rows = {"rows": batch.rows, "row_tokens": batch.row_tokens}
-            yield StepRecord.of_schedule(schedule, iteration=iteration, plan_seconds=spent, **rows)
+            yield StepRecord.from_schedule(schedule, iteration=iteration, plan_seconds=spent, **rows)
 
     def judge(self, policy: Policy, steps: Sequence[StepRecord], *, row_tokens: int | None = None) -> PolicyResult:
         """The plans of a policy, judged as those of all others; stock has a sample, or `row_tokens`, in each pack."""

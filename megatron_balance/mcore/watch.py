@@ -99,7 +99,7 @@ class Watch:
             schedule, figures = step.schedule, step.figures
             times = {name: figures[name] for name in ("plan_seconds", "exchange_seconds")}
             times["exposed_seconds"] = step.exposed_seconds
-            self._record.add(lambda to: to.add_step(StepRecord.of_schedule(schedule, iteration=iteration, **times)))
+            self._record.add(lambda to: to.add_step(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
         if self._settings.log_interval:
             self._objective = step.schedule.objective
             self._figures.append(self._unwritten)
@@ -166,7 +166,7 @@ class Watch:
                 cost_name=costs.name,
                 objective=resolve_objective(settings.objective, topology=settings.topology),
                 policy=settings.policy,
-                origin=environment(device_kind()) | rate,
+                environment=environment(device_kind()) | rate,
                 row_tokens=settings.row_tokens,
                 num_rows=settings.num_rows,
             )

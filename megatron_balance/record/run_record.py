@@ -34,7 +34,7 @@ from megatron_balance.planner import Images, Problem, as_integers, resolve_objec
 from megatron_balance.record.step import StepRecord, rows_of, unmeasured
 from megatron_balance.topology import Limits, Topology
 
-FORMAT = "megatron_balance record 3"
+FORMAT = "megatron_balance record 4"
 """The format named in the first line; the number rises when its meaning changes."""
 
 PLAN = "plan.jsonl"
@@ -65,7 +65,7 @@ class RunInfo:
     cost_name: str  # tokens, flops or seconds
     objective: str
     policy: str  # the flags that chose it, for people
-    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])  # hardware, versions, and the attention rate
+    environment: Mapping[str, Any] = field(default_factory=dict[str, Any])  # hardware, versions, and the attention rate
     row_tokens: int | None = None  # StepRecord.row_tokens of all steps
     num_rows: int | None = None  # of a step of stock
 
@@ -74,15 +74,15 @@ class RunInfo:
         return {"kind": "run", "format": FORMAT, **asdict(self)}
 
     @classmethod
-    def of_line(cls, line: Mapping[str, Any]) -> RunInfo:
+    def from_line(cls, line: Mapping[str, Any]) -> RunInfo:
         """What `line` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
         if line["format"] != FORMAT:
             raise ValueError(f"it is of the format {line['format']!r}, not {FORMAT!r}: another version wrote it")
-        topology, origin = Topology(**line["topology"]), dict(line["origin"])
+        topology, environment = Topology(**line["topology"]), dict(line["environment"])
         if topology.num_gpus > MAX_GPUS or topology.pp_size * topology.vpp_size > MAX_STAGES:
             raise ValueError(f"it has {topology.num_gpus} GPUs and {topology.pp_size} pipeline stages")
-        if "versions" in origin:
-            origin["versions"] = dict(origin["versions"])
+        if "versions" in environment:
+            environment["versions"] = dict(environment["versions"])
         return cls(
             topology=topology,
             limits=Limits(**line["limits"]),
@@ -90,7 +90,7 @@ class RunInfo:
             cost_name=str(line["cost_name"]),
             objective=resolve_objective(line["objective"], topology=topology),
             policy=str(line["policy"]),
-            origin=origin,
+            environment=environment,
             **{
                 name: None if line.get(name) is None else check_integer(name, line[name])
                 for name in ("row_tokens", "num_rows")
@@ -179,7 +179,7 @@ def read_record(path: Path) -> RunRecord:
                 line = json.loads(text)
                 kind = line["kind"]
                 if kind == "run":
-                    before, info = info, RunInfo.of_line(line)
+                    before, info = info, RunInfo.from_line(line)
                     if before is not None and before.topology != info.topology:
                         steps.clear()
                 elif info is None:

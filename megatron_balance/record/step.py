@@ -49,7 +49,7 @@ class StepRecord(Problem):
     row_tokens: int | None = None
 
     @classmethod
-    def of_schedule(cls, schedule: DataSchedule, *, iteration: int, **given: Any) -> StepRecord:
+    def from_schedule(cls, schedule: DataSchedule, *, iteration: int, **given: Any) -> StepRecord:
         """A step as it was planned, not measured yet. `given`: seconds spent, and rows, by attribute."""
         placed = {"microbatch_of": schedule.microbatch_of, "cp_size_grid": schedule.cp_size_grid}
         return cls(
@@ -118,7 +118,7 @@ class StepRecord(Problem):
         topology, dp_size, per_slot = self.topology, self.topology.dp_size, self.limits.micro_batch_size or 1
         if self.rows is not None:
             return self._in_rows(self.rows).stock()
-        homes = dealt(self.lengths.size, dp_size=dp_size) if self.home_ranks is None else self.home_ranks
+        homes = round_robin(self.lengths.size, dp_size=dp_size) if self.home_ranks is None else self.home_ranks
         order, counts = np.argsort(homes, kind="stable"), np.bincount(homes, minlength=dp_size)
         position = np.empty_like(homes)
         position[order] = np.arange(homes.size) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -184,7 +184,7 @@ def of_problem(problem: Problem) -> dict[str, Any]:
     return {field.name: getattr(problem, field.name) for field in fields(Problem)}
 
 
-def dealt(num_samples: int, *, dp_size: int) -> NDArray[np.int64]:
+def round_robin(num_samples: int, *, dp_size: int) -> NDArray[np.int64]:
     """`[num_samples]` the rank that loads each sample: Megatron's sampler deals them out one by one."""
     return np.arange(num_samples, dtype=np.int64) % dp_size
 

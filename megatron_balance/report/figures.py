@@ -161,7 +161,7 @@ class RunFigures:
 
     def mfu(self, policy: PolicyFigures, *, peak: float) -> float:
         """Model FLOPs over those of all GPUs at `peak` TFLOP/s in a policy's forward and backward passes; else NaN."""
-        info, rate = self.record.info, self.record.info.origin.get("attention_rate")
+        info, rate = self.record.info, self.record.info.environment.get("attention_rate")
         if info.cost_name != "flops" or policy.scale.unit != "s" or not isinstance(rate, int | float):
             return np.nan
         model, ranks, known = info.cost_model, info.topology, ~np.isnan(policy.times)

@@ -99,8 +99,8 @@ def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path: Path) -> N
 
 
 def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> None:
-    topology, origin = Topology(4, tp_size=2), {"attention_rate": 0.5}
-    steps = write_record(tmp_path / "record", run_info(topology, origin=origin), num_steps=3)
+    topology, environment = Topology(4, tp_size=2), {"attention_rate": 0.5}
+    steps = write_record(tmp_path / "record", run_info(topology, environment=environment), num_steps=3)
     assert main(["report", str(tmp_path / "record"), "--peak", "0.001", "--out", str(tmp_path / "page.html")]) == 0
     *_, measured = row_of((tmp_path / "page.html").read_text(), "MFU at 0.001 TFLOP/s")
     # A squared token counts 1: 0.5 FLOPs at half of the rate.
@@ -114,8 +114,8 @@ def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> Non
 
 def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path: Path) -> None:
     harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
-    origin = {"device": harm, "clock": harm, "versions": {harm: harm}}
-    write_record(tmp_path / "record", run_info(policy=harm, cost_name=harm, origin=origin))
+    environment = {"device": harm, "clock": harm, "versions": {harm: harm}}
+    write_record(tmp_path / "record", run_info(policy=harm, cost_name=harm, environment=environment))
     page, _ = report(tmp_path, tmp_path / "record")
     assert not re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(?!data:,)', page)
     assert "default-src 'none'" in page

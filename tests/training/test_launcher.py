@@ -222,7 +222,7 @@ def test_table_page_and_compare_of_the_quickstart_predict_the_same(
         schedule = policy_turns.plan_of(
             "packed" if policy == "stock" else policy, lengths, cost_model=cost_model, **given
         )
-        step = StepRecord.of_schedule(schedule, iteration=index + 1)
+        step = StepRecord.from_schedule(schedule, iteration=index + 1)
         step = replace(step, seconds=np.where(step.cp_size_grid > 0, step.costs * 1e-9, 0))
         steps += [step] * (policy != "stock")
         ran.append({"cpu_seconds": 1.0 + 0.5 * (policy == "stock"), "num_microbatches": 1, "lm_loss": 1.0})
