@@ -154,4 +154,6 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
         cp_exchange=max(1, round(per_core * fit.exchange * ranks)) if info.topology.dynamic_cp else 0,
     )
     seen = {"longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy}
-    return Calibration(costs=costs, held_out_error=fit.error, origin={**info.environment, **_rates(fit, info=info), **seen})
+    return Calibration(
+        costs=costs, held_out_error=fit.error, origin={**info.environment, **_rates(fit, info=info), **seen}
+    )
