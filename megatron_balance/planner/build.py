@@ -7,18 +7,12 @@
     5. interchangeable ranks and slots are exchanged so that fewer tokens move (`locality.py`)
     6. the plan is frozen with its costs and its lower bound (`schedule.py`)
 
-An empty global batch is legal: every rank gets `microbatch_multiple` masked dummies. `serve` is the loop of a planning
-process.
+An empty global batch is legal: every rank gets `microbatch_multiple` masked dummies.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import traceback
 from collections.abc import Hashable, Sequence
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -52,9 +46,6 @@ ALGORITHMS = ("level_packing", "karmarkar_karp")
 
 KEEP_GROUPS = ("rank", "step")
 """`rank`: a group runs on one rank. `step`: it runs in one optimiser step, which one global batch is anyway."""
-
-PARENT_CHECK_SECONDS = 1.0
-"""Time between two looks of a planning process at its parent's id."""
 
 
 def balance(
@@ -299,35 +290,3 @@ def _kept_groups(
     if numbers.size != num_samples:
         raise BalanceError(f"groups has {numbers.size} ids: it must have one for each of {num_samples} samples.")
     return numbers if keep_groups == "rank" else None
-
-
-def serve(number: int, *, parent: int) -> None:
-    """Answers requests on a file descriptor, the keywords of `build_data_schedule`, until the parent process ends.
-
-    The answer is `(plan, None)`, or `(None, error)` with the BalanceError of the arguments, or `(None, text)` with the
-    traceback of any other error. A thread reads all the time, so that the process ends with its parent also in the
-    middle of a plan. Children that the parent forks hold the connection open as well: so its id is compared, too.
-    """
-    connection: Connection[Any, Any] = Connection(number)
-    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            while os.getppid() == parent:
-                if connection.poll(PARENT_CHECK_SECONDS):
-                    requests.put(connection.recv())
-        except (EOFError, OSError):
-            pass
-        finally:
-            os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        request = requests.get()
-        try:
-            answer = build_data_schedule(**request), None
-        except BalanceError as error:
-            answer = None, error
-        except Exception:  # noqa: BLE001 - sent to the parent, which warns and makes its plans itself
-            answer = None, traceback.format_exc()
-        connection.send(answer)

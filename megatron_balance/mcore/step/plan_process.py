@@ -1,7 +1,7 @@
 """Plans in a process of its own: a thread that plans would hold the interpreter's lock for up to 5 ms at a time.
 
 Invariants: the plan is the one that `build_data_schedule` makes here; the process ends with this one, however that ends
-(`planner.build.serve`), and not by signals to all processes of a run; a process that has failed ends no training: the
+(`serve`), and not by signals to all processes of a run; a process that has failed ends no training: the
 rank warns, and makes this plan and all later ones itself, which are the same.
 """
 
@@ -12,18 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, build_data_schedule
-from megatron_balance.runtime.process import close_on_undo
 
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv[3:]; from megatron_balance.planner.build import serve; "
+    "import sys; sys.path[:] = sys.argv[3:]; from megatron_balance.mcore.step.plan_process import serve; "
     "serve(int(sys.argv[1]), parent=int(sys.argv[2]))"
 )
 _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
@@ -37,6 +38,9 @@ _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
 
 MIN_SAMPLES = 256
 """Samples of a global batch from which on it is planned in the process. Fewer take milliseconds."""
+
+PARENT_CHECK_SECONDS = 1.0
+"""Time between two looks of a planning process at its parent's id."""
 
 
 class PlanProcess:
@@ -111,5 +115,40 @@ class PlanProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
+        # Here, since it loads torch, and the planning process, which imports this file, needs numpy alone.
+        from megatron_balance.runtime.process import close_on_undo
+
         close_on_undo(self.close)
         return ours, process
+
+
+def serve(number: int, *, parent: int) -> None:
+    """Answers requests on a file descriptor, the keywords of `build_data_schedule`, until the parent process ends.
+
+    The answer is `(plan, None)`, or `(None, error)` with the BalanceError of the arguments, or `(None, text)` with the
+    traceback of any other error. A reader thread exits when the parent dies, also in the middle of a plan. Children
+    that the parent forks hold the connection open as well: so its id is compared, too.
+    """
+    connection: Connection[Any, Any] = Connection(number)
+    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            while os.getppid() == parent:
+                if connection.poll(PARENT_CHECK_SECONDS):
+                    requests.put(connection.recv())
+        except (EOFError, OSError):
+            pass
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        request = requests.get()
+        try:
+            answer = build_data_schedule(**request), None
+        except BalanceError as error:
+            answer = None, error
+        except Exception:  # noqa: BLE001 - sent to the parent, which warns and makes its plans itself
+            answer = None, traceback.format_exc()
+        connection.send(answer)
