@@ -191,7 +191,7 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
         ("plan", 1, ("cp_sizes",), lambda sizes: [{2: 3}.get(size, size) for size in sizes], "none of"),
         ("plan", 1, ("cp_sizes", 0), 1, "not whole"),
         ("plan", 1, ("cp_sizes", 0), 0, "or a gap"),
-        ("plan", 1, ("cp_sizes",), lambda sizes: [0] * len(sizes), "not on the first leaf"),
+        ("plan", 1, ("cp_sizes",), lambda sizes: [0] * len(sizes), "not on the first rank"),
         ("plan", 1, ("cp_sizes",), None, "cp_sizes has shape ()"),
         ("plan", 0, ("topology", "dynamic_cp"), False, "cp_sizes has a size that is none of (1,)"),
         ("seconds_rank00001", 0, ("seconds",), ["a", "b"], "line 1 is damaged"),

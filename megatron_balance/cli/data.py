@@ -106,5 +106,14 @@ def batches_of_rows(
             limits=limits,
             objective=objective,
         )
-        batches.append(StepRecord.as_loaded(problem, iteration=1, rows=rows, row_tokens=stock.row_tokens))
+        batches.append(
+            StepRecord(
+                **vars(problem),
+                microbatch_of=np.zeros_like(rows),
+                cp_size_grid=np.full((topology.dp_size, 1), topology.cp_size),
+                iteration=1,
+                rows=rows,
+                row_tokens=stock.row_tokens,
+            )
+        )
     return batches

@@ -3,16 +3,14 @@
 from megatron_balance.record.run_record import (
     MAX_GPUS,
     MAX_STAGES,
-    RecordWriter,
     RunInfo,
     RunRecord,
     is_record,
     line_of,
     read_record,
-    text_of,
 )
 from megatron_balance.record.step import StepRecord
-from megatron_balance.record.writing import RecordThread
+from megatron_balance.record.writing import RecordThread, RecordWriter, text_of
 
 __all__ = [
     "MAX_GPUS",

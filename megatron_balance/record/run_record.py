@@ -1,4 +1,4 @@
-"""Writes and reads the record of a run: JSON lines, each an object with a `kind`.
+"""Reads the record of a run: JSON lines, each an object with a `kind`.
 
     run             ranks, limits, cost model, objective, what it ran on; the first line
     step            lengths of a step, slots of its samples, ranks that share each micro-batch, time spent planning
@@ -6,22 +6,18 @@
     policy, advice  figures of a comparison, which `compare --json` adds
 
 A training run writes a folder: `plan.jsonl` from one rank, `seconds_rank00003.jsonl` from each rank, without
-communication. `compare --json FILE` writes one file. With dynamic context-parallel sizes ranks are leaves
-(`DataSchedule`). From a record a run can be planned again under another policy, and drawn.
+communication (`writing.py`). `compare --json FILE` writes one file. With dynamic context-parallel sizes ranks are DP×CP
+ranks (`DataSchedule`). From a record a run can be planned again under another policy, and drawn.
 
-Invariants: a line is handed to the system before the next one is made, so that what a killed process loses are its last
-lines (`writing.py`); one without its end is not read. A later line for the same step replaces an
-earlier one, and where a run was resumed on other ranks, what was recorded before that is not read.
+Invariants: a line without its end is not read. A later line for the same step replaces an earlier one, and where a run
+was resumed on other ranks, what was recorded before that is not read.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +27,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.planner import Images, Problem, as_integers, resolve_objective
-from megatron_balance.record.step import StepRecord, rows_of, unmeasured
+from megatron_balance.record.step import StepRecord, rows_of
 from megatron_balance.topology import Limits, Topology
 
 FORMAT = "megatron_balance record 4"
@@ -47,12 +43,6 @@ _MAX_TIME = 2.0**50
 
 MAX_GPUS, MAX_STAGES = 2**20, 2**12
 """Most GPUs and pipeline stages of a record, or of ranks that are compared."""
-
-_PIECE = 2048
-"""Numbers of a line that are made text at once, in some 0.1 ms of the interpreter's lock."""
-
-_MAX_LINE = 2**26
-"""Bytes at the end of a file in which its last line begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +65,7 @@ class RunInfo:
 
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> RunInfo:
-        """What `line` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
+        """Read what `line` wrote; KeyError, TypeError or ValueError where the line is damaged."""
         if line["format"] != FORMAT:
             raise ValueError(f"it is of the format {line['format']!r}, not {FORMAT!r}: another version wrote it")
         topology, environment = Topology(**line["topology"]), dict(line["environment"])
@@ -109,14 +99,13 @@ def line_of(step: StepRecord) -> dict[str, Any]:
     """A step without its measurements, by name: numbers, and arrays of integers."""
     arrays = {"segment_lengths": step.segments, "num_segments": step.num_segments, "home_ranks": step.home_ranks}
     arrays |= {"microbatch_of": step.microbatch_of, "cp_sizes": step.cp_size_grid.ravel(), "rows": step.rows}
-    if step.images is not None:
-        arrays["image_sums"] = step.images.sums.ravel()
-    given = {name: array for name, array in arrays.items() if array is not None}
-    return {"kind": "step", "iteration": step.iteration, **given, **{name: getattr(step, name) for name in _TIMES}}
+    arrays["image_sums"] = None if step.images is None else step.images.sums.ravel()
+    line = {name: array for name, array in arrays.items() if array is not None}
+    return {"kind": "step", "iteration": step.iteration} | line | {name: getattr(step, name) for name in _TIMES}
 
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
-    """The step that `line_of` wrote. Raises KeyError, TypeError or ValueError where it cannot be."""
+    """Read what `line_of` wrote; KeyError, TypeError or ValueError where the line is damaged."""
     topology, iteration, names = info.topology, line["iteration"], ("microbatch_of", "cp_sizes", "image_sums", "rows")
     arrays = {name: as_integers(line[name], name=name) for name in names if name in line}
     problem = Problem.of(
@@ -142,38 +131,45 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     times: dict[str, Any] = {name: float(line[name]) for name in _TIMES}
     if type(iteration) is not int or not all(0 <= value < _MAX_TIME for value in (iteration, *times.values())):
         raise ValueError(f"iteration is {iteration!r}, the times are {times}")
-    placed = {"microbatch_of": microbatch_of, "cp_size_grid": sizes, "seconds": unmeasured(sizes)}
-    return StepRecord(**vars(problem), **placed, iteration=iteration, rows=rows, row_tokens=info.row_tokens, **times)
+    return StepRecord(
+        **vars(problem),
+        microbatch_of=microbatch_of,
+        cp_size_grid=sizes,
+        iteration=iteration,
+        rows=rows,
+        row_tokens=info.row_tokens,
+        **times,
+    )
 
 
 def _check_cp_sizes(sizes: NDArray[np.int64], *, microbatch_of: NDArray[np.int64], topology: Topology) -> None:
-    """Each group is whole: aligned leaves that share a slot; no leaf lacks a slot before its last."""
-    num_slots, there = sizes.shape[1], sizes > 0
+    """Each CP group is whole: aligned DP×CP ranks that share a slot; no rank lacks a slot before its last."""
+    num_slots, exists = sizes.shape[1], sizes > 0
     allowed = (0, *topology.dynamic_cp_sizes) if topology.dynamic_cp else (topology.cp_size,)
-    if not sizes.size or not np.isin(sizes, allowed).all() or (there[:, 1:] > there[:, :-1]).any():
+    if not sizes.size or not np.isin(sizes, allowed).all() or (exists[:, 1:] > exists[:, :-1]).any():
         raise ValueError(f"cp_sizes has a size that is none of {allowed}, or a gap")
     if not topology.dynamic_cp:
         return
     for size in topology.dynamic_cp_sizes:
         members = np.add.reduceat(sizes == size, np.arange(0, len(sizes), size), axis=0, dtype=np.int64)
         if not np.isin(members, (0, size)).all():
-            raise ValueError(f"cp_sizes has a group of {size} leaves that is not whole")
-    first_ranks, of_samples = microbatch_of // num_slots, sizes.ravel()[microbatch_of]
-    if not of_samples.all() or (first_ranks % of_samples).any():
-        raise ValueError("microbatch_of has a sample that is not on the first leaf of a group")
+            raise ValueError(f"cp_sizes has a group of {size} ranks that is not whole")
+    first_ranks, sample_sizes = microbatch_of // num_slots, sizes.ravel()[microbatch_of]
+    if not sample_sizes.all() or (first_ranks % sample_sizes).any():
+        raise ValueError("microbatch_of has a sample that is not on the first rank of a group")
 
 
 def read_record(path: Path) -> RunRecord:
     """Read a run back from its folder, also one that was killed or still runs, or a file of `compare --json`."""
     files = [path / PLAN, *sorted(path.glob("seconds_rank*.jsonl"))] if path.is_dir() else [path]
-    none = f"{str(path)!r} is no record of a run, nor a file of compare --json"
+    problem = f"{str(path)!r} is neither a run record nor a file of compare --json"
     info: RunInfo | None = None
     steps: dict[int, StepRecord] = {}
     for file in files:
         try:
             lines = file.read_bytes().split(b"\n")[:-1]  # the last has no end, or is empty
         except OSError as error:
-            raise BalanceError(f"{none}: {error.strerror}.") from error
+            raise BalanceError(f"{problem}: {error.strerror}.") from error
         for number, text in enumerate(lines, start=1):
             try:
                 line = json.loads(text)
@@ -188,14 +184,14 @@ def read_record(path: Path) -> RunRecord:
                     step = step_of(line, info=info)
                     steps[step.iteration] = step
                 elif kind == "seconds":
-                    _take_seconds(line, steps=steps)
+                    _set_seconds(line, steps=steps)
             except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-                said = f"line {number} is damaged ({type(error).__name__}: {error})"
+                damage = f"line {number} is damaged ({type(error).__name__}: {error})"
                 if info is None:
-                    raise BalanceError(f"{none}: {said}.") from error
-                raise BalanceError(f"{str(file)!r}, {said}: remove the line to read the others.") from error
+                    raise BalanceError(f"{problem}: {damage}.") from error
+                raise BalanceError(f"{str(file)!r}, {damage}: remove the line to read the others.") from error
     if info is None:
-        raise BalanceError(f"{none}: it holds no line.")
+        raise BalanceError(f"{problem}: the file is empty.")
     return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
 
 
@@ -207,8 +203,8 @@ def is_record(path: Path) -> bool:
         return file.read(64).startswith(f'{{"kind": "run", "format": "{FORMAT[:-1]}'.encode())
 
 
-def _take_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:
-    """Puts the seconds of a rank into their step; a step that is not there, or has other slots, is left alone."""
+def _set_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:
+    """Put the seconds of a rank into their step; seconds of an unknown step, or of other slots, have no effect."""
     seconds = np.array([np.nan if value is None else value for value in line["seconds"]], dtype=float)
     if seconds.ndim != 1 or np.isinf(seconds).any() or (seconds < 0).any():
         raise ValueError("seconds are infinite, or below 0")
@@ -217,64 +213,6 @@ def _take_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -
         raise ValueError(f"rank is {rank!r}, iteration {iteration!r}")
     step = steps.get(iteration)
     if step is not None and rank < len(step.seconds):
-        there = step.cp_size_grid[rank] > 0
-        if seconds.size == there.sum():
-            step.seconds[rank, there] = seconds
-
-
-def text_of(line: Mapping[str, Any]) -> bytes:
-    """A line of a record."""
-    return b"".join(_pieces(line))
-
-
-def _pieces(line: Mapping[str, Any]) -> Iterator[bytes]:
-    """The text of a line in pieces: another thread need not wait for the whole."""
-    before = "{"
-    for name, value in line.items():
-        yield f"{before}{json.dumps(name)}: ".encode()
-        before = ", "
-        if not isinstance(value, np.ndarray):
-            yield json.dumps(value, allow_nan=False).encode()
-            continue
-        for start in range(0, value.size, _PIECE):
-            numbers = json.dumps(value[start : start + _PIECE].tolist())[1:-1]
-            yield f"{', ' if start else '['}{numbers}".encode()
-        yield b"]" if value.size else b"[]"
-    yield b"}\n"
-
-
-class RecordWriter:
-    """Writes one rank's part of a record: its seconds, and with `info` all plans; to `resume` is to write on."""
-
-    def __init__(self, folder: Path, *, rank: int, info: RunInfo | None = None, resume: bool = False) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._rank = rank
-        self._seconds = _open(folder / f"seconds_rank{rank:05d}.jsonl", resume=resume)
-        if info is not None:
-            self._plans = _open(folder / PLAN, resume=resume)
-            _append(self._plans, info.line())
-
-    def add_step(self, step: StepRecord) -> None:
-        """Write the plan of one step."""
-        _append(self._plans, line_of(step))
-
-    def add_seconds(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
-        """Write one step: `[num_microbatches]` seconds, to nine digits; NaN where a micro-batch was not measured."""
-        values = [None if math.isnan(value) else float(f"{value:.9g}") for value in seconds.tolist()]
-        _append(self._seconds, {"kind": "seconds", "iteration": iteration, "rank": self._rank, "seconds": values})
-
-
-def _open(path: Path, *, resume: bool) -> FileIO:
-    """A file without a buffer; one that is resumed ends with the last whole line that a killed run left."""
-    file = path.open("a+b" if resume else "wb", buffering=0)
-    if resume:
-        start = file.seek(max(file.seek(0, os.SEEK_END) - _MAX_LINE, 0))
-        file.truncate(start + file.readall().rfind(b"\n") + 1)
-    return file
-
-
-def _append(file: FileIO, line: Mapping[str, Any]) -> None:
-    for piece in _pieces(line):
-        text = memoryview(piece)
-        while text:
-            text = text[file.write(text) :]
+        exists = step.cp_size_grid[rank] > 0
+        if seconds.size == exists.sum():
+            step.seconds[rank, exists] = seconds

@@ -63,7 +63,8 @@ def of_compare(stock: StockRows, *, cp_size: int = 1) -> np.ndarray:
         "limits": Limits(SEQ_LENGTH),
     }
     problem = Problem.of(stock.rows.lengths, home_ranks=np.zeros_like(rows), **shared)
-    step = StepRecord.as_loaded(problem, iteration=1, rows=rows, row_tokens=stock.row_tokens).stock()
+    plan = {"microbatch_of": np.zeros_like(rows), "cp_size_grid": np.full((1, 1), cp_size)}
+    step = StepRecord(**vars(problem), **plan, iteration=1, rows=rows, row_tokens=stock.row_tokens).stock()
     assert step.num_segments is not None
     parts = np.split(step.segments, np.cumsum(step.num_segments)[:-1])
     return figures([(int(real), part.tolist()) for real, part in zip(step.lengths, parts, strict=True)])

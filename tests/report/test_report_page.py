@@ -190,6 +190,6 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
 
 def test_what_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "missing.json", "--out", str(tmp_path / "page.html")]) == 2
-    assert "'missing.json' is no record of a run, nor a file of compare --json" in capsys.readouterr().err
+    assert "'missing.json' is neither a run record nor a file of compare --json" in capsys.readouterr().err
     assert main(["report", "missing.json", "--peak", "0", "--out", str(tmp_path / "page.html")]) == 2
     assert "--peak is 0: it must be TFLOP/s above 0" in capsys.readouterr().err
