@@ -1,12 +1,13 @@
-"""Hooks in other systems: checked tables of them, installed together or not at all, and undone.
+"""Hooks in other systems: checked tables of them, and the command that runs a script with them in place.
 
-A target that is missing, has other parameters, or was bound by value somewhere the row does not name, fails on every
-rank before training, with the version seen. Installing twice with the same settings installs once, other settings raise
-and change nothing; `undo()` restores the very objects that were there, as `holding` does.
+Invariants: a table is installed as a whole or not at all. A target that is missing, has other parameters or was bound
+by value where its row does not say so fails on every rank before training, with the version. Installing twice with the
+same settings installs once; other settings raise and change nothing. `undo()` restores the very objects.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -14,25 +15,29 @@ import inspect
 import logging
 import os
 import re
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, RefusedError
 
 __all__ = [
     "ANY_VERSION",
-    "Adapter",
     "Function",
     "Hook",
     "Installation",
     "Patches",
-    "check_version",
-    "holding",
+    "check_not_started",
+    "hooks_of_release",
     "install_hooks",
+    "is_off",
+    "launch",
+    "patched_attrs",
     "quiet_imports",
 ]
 
@@ -53,8 +58,8 @@ class Hook:
     Attributes:
         target: `module:function` or `module:Class.method` where it is defined; a method may be static.
         wrap: takes the function and returns its replacement.
-        why: what the hook is for.
-        until: when it can go.
+        reason: what the hook is for.
+        until: when it can go; empty where the system would have to take a function instead.
         bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
             when they call it; by default where it is defined.
         owner: gives the class whose attribute is replaced, where the target's module has something else by its name.
@@ -68,8 +73,8 @@ class Hook:
 
     target: str
     wrap: Callable[[Function], Function]
-    why: str
-    until: str
+    reason: str
+    until: str = ""
     bound_in: tuple[str, ...] = ()
     owner: Callable[[], Any] | None = None
     parameters: tuple[str, ...] = ()
@@ -83,14 +88,14 @@ class Hook:
         """The module, or `module:Class`, that defines the target."""
         return self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")[0]
 
+    def is_in(self, release: tuple[int, ...]) -> bool:
+        """True if a release has the target, and needs the hook."""
+        return self.first <= release[:2] <= self.last
+
     @property
     def places(self) -> tuple[str, ...]:
         """`bound_in` or its default."""
         return self.bound_in or (self.home,)
-
-    def is_in(self, release: tuple[int, ...]) -> bool:
-        """True if a release has the target, and needs the hook."""
-        return self.first <= release[:2] <= self.last
 
 
 _MARK = "is_balance_hook"
@@ -111,7 +116,7 @@ class Patches:
         """Restore the original objects.
 
         Raises:
-            BalanceError: someone else has replaced one of them since; nothing is changed then.
+            BalanceError: other code has replaced one of them since; nothing is changed then.
         """
         for owner, name, _, wrapped in self._bindings:
             if vars(owner).get(name) is not wrapped:
@@ -159,8 +164,8 @@ def _bindings(hook: Hook) -> list[_Binding]:
     target = vars(owners[0] if hook.owner else _owner(home)).get(name)
     if not callable(target):
         raise LookupError(f"{home} has no function {name}")
-    taken = inspect.signature(target).parameters
-    if missing := [parameter for parameter in hook.parameters if parameter not in taken]:
+    parameters = inspect.signature(target).parameters
+    if missing := [name for name in hook.parameters if name not in parameters]:
         raise LookupError(f"it no longer takes {', '.join(missing)}")
     wrapped: Any = hook.wrap(target)
     if isinstance(target, staticmethod):
@@ -194,32 +199,87 @@ def _owner(path: str) -> Any:
 class Undoable(Protocol):
     """Something installed that can be removed: `Patches`, or an entry in a system's registry."""
 
-    def undo(self) -> None: ...  # a BalanceError where someone else has wrapped it since, and nothing is changed
+    def undo(self) -> None: ...  # a BalanceError where other code has wrapped it since; nothing is changed then
 
 
 class Installation(Generic[Settings]):
-    """The hooks of this process in one system, and the settings that they serve; None where nothing is installed."""
+    """The hooks of this process in one system, and the settings that they serve.
 
-    def __init__(self, system: str) -> None:
+    Args:
+        system: its name, and that of its distribution where pip knows it.
+        remedy: what to do about another release, or about a source folder that is not as expected.
+        versions: releases on which the tests run; `0.9` stands for all of 0.9.*, none for any.
+        version_of: gives the version of the system, None in a source folder; by default pip's.
+
+    Attributes:
+        settings: None where nothing is installed.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        *,
+        remedy: str,
+        versions: Sequence[str] = (),
+        version_of: Callable[[str], str | None] | None = None,
+    ) -> None:
         self.settings: Settings | None = None
-        self._system = system
+        self._system, self._remedy, self._versions = system, remedy, tuple(versions)
+        self._version_of = version_of or _version_of_distribution
         self._in_place: list[Undoable] = []
 
-    def install(self, settings: Settings, *, hook: Callable[[], Undoable]) -> Installation[Settings]:
-        """Install hooks that serve these settings; `hook` installs all of them, or raises and changes nothing.
+    def is_installed(self) -> bool:
+        """True while the hooks are in place."""
+        return self.settings is not None
+
+    def version(self) -> str | None:
+        """The system's version, which is a tested one, or ANY_VERSION is set; None in a source folder.
+
+        Raises:
+            BalanceError: another version; names the tested ones, the remedy and ANY_VERSION.
+        """
+        version, tested = self._version_of(self._system), self._versions
+        is_tested = version is None or version in tested or version.startswith(tuple(f"{name}." for name in tested))
+        if tested and not is_tested and os.environ.get(ANY_VERSION) != "1":
+            raise BalanceError(
+                f"{self._system} is {version}; megatron_balance is tested on {', '.join(tested)}: {self._remedy}, or "
+                f"set {ANY_VERSION}=1 in every process to try this one."
+            )
+        return version
+
+    def install(
+        self, settings: Settings, rows: Callable[[], Sequence[Hook]], *, state: Undoable | None = None
+    ) -> Installation[Settings]:
+        """Install a table of hooks; with the same settings once.
 
         Where balancing is switched off nothing is installed, and a line of the log says so.
 
+        Args:
+            settings: what the hooks serve, comparable.
+            rows: makes the table, of which the rows of the system's release are installed; called where that is a
+                tested one. It may refuse first, by a BalanceError.
+            state: what `undo` removes last, once no hook is in place.
+
         Raises:
-            BalanceError: hooks for other settings are installed; nothing is changed then.
+            BalanceError: an untested release, a target that is not as expected, or hooks for other settings in place;
+                nothing is changed then.
         """
         if is_off(self._system):
             return self
         if self.settings is None:
-            self._in_place, self.settings = [hook()], settings
+            patches = self._patches(rows)
+            self._in_place, self.settings = [patches] if state is None else [state, patches], settings
         elif settings != self.settings:
             raise BalanceError(f"{self._system} is hooked already with {self.settings}: undo() that before {settings}.")
         return self
+
+    def install_late(self, rows: Callable[[], Sequence[Hook]]) -> None:
+        """Install the rows of a table, all `late`, whose modules were loaded since `install`, with its errors."""
+        self.add(self._patches(rows))
+
+    def add(self, patches: Undoable) -> None:
+        """Have `undo` remove this first."""
+        self._in_place.append(patches)
 
     def while_installed(self, stock: Function, balanced: Function) -> Function:
         """A hook for modules that may be loaded, and bind it by value, at any time: for these `undo` comes too late.
@@ -237,102 +297,52 @@ class Installation(Generic[Settings]):
         vars(hook)[_MARK] = True
         return hook
 
-    def add(self, hooks: Undoable) -> None:
-        """Keep hooks installed later, in modules loaded after `install`; `undo` removes them too."""
-        self._in_place.append(hooks)
-
     def undo(self) -> None:
         """Remove the hooks, the latest first. Objects made with them keep them.
 
         Raises:
-            BalanceError: someone else has wrapped a hooked function since; that hook and earlier ones stay.
+            BalanceError: other code has wrapped a hooked function since; that hook and earlier ones stay.
         """
         while self._in_place:
             self._in_place[-1].undo()
             self._in_place.pop()
         self.settings = None
 
+    def _patches(self, rows: Callable[[], Sequence[Hook]]) -> Patches:
+        version = self.version()
+        if version is None:
+            return install_hooks(rows(), version=f"{self._system} (of a source folder; {self._remedy})")
+        return install_hooks(hooks_of_release(rows(), version), version=f"{self._system} {version}")
+
+
+def _version_of_distribution(system: str) -> str | None:
+    try:
+        return metadata.version(system)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def hooks_of_release(hooks: Sequence[Hook], version: str) -> list[Hook]:
+    """The hooks whose targets a release has, and which it needs."""
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    return [hook for hook in hooks if hook.is_in(release)]
+
 
 def is_off(system: str) -> bool:
     """True where the environment switches balancing off; the first rank says so once."""
     is_zero = os.environ.get(SWITCH) == "0"
-    if is_zero and os.environ.get("RANK", "0") == "0" and system not in _said_off:
-        _said_off.add(system)
+    if is_zero and os.environ.get("RANK", "0") == "0" and system not in _announced_off:
+        _announced_off.add(system)
         logging.getLogger(__name__).warning("%s=0: %s runs without balancing, and ignores its flags.", SWITCH, system)
     return is_zero
 
 
-_said_off: set[str] = set()
-
-
-class Adapter(Installation[Settings]):
-    """The hooks of this process in one host.
-
-    Args:
-        system: the host's name, and its distribution's where pip knows it.
-        versions: releases on which the tests run; `0.9` stands for all of 0.9.*.
-        remedy: what to do about another release, or about a source folder that is not as expected.
-
-    Attributes:
-        settings: what the hooks serve, or None where nothing is installed.
-    """
-
-    def __init__(self, system: str, *, versions: Sequence[str] = (), remedy: str) -> None:
-        super().__init__(system)
-        self._versions = tuple(versions)
-        self._remedy = remedy
-
-    def is_installed(self) -> bool:
-        """True while the hooks are in place."""
-        return self.settings is not None
-
-    def hook(self, settings: Settings, rows: Callable[[], Sequence[Hook]]) -> Adapter[Settings]:
-        """Install the table of hooks; with the same settings once.
-
-        Args:
-            settings: what the hooks serve, comparable.
-            rows: makes the table, of which the rows of the host's release are installed; called where that is a tested
-                one. It may refuse first, by a BalanceError.
-
-        Raises:
-            BalanceError: see the invariants above; nothing is changed then.
-        """
-        self.install(settings, hook=lambda: self._install(rows))
-        return self
-
-    def hook_late(self, rows: Callable[[], Sequence[Hook]]) -> None:
-        """Install the rows of a table, all `late`, whose modules were loaded since; errors as of `hook`."""
-        self.add(self._install(rows))
-
-    def _install(self, rows: Callable[[], Sequence[Hook]]) -> Patches:
-        try:
-            version = metadata.version(self._system)
-        except metadata.PackageNotFoundError:
-            return install_hooks(rows(), version=f"{self._system} (of a source folder; {self._remedy})")
-        if self._versions:
-            check_version(version, system=self._system, supported=self._versions, remedy=self._remedy)
-        release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-        return install_hooks([row for row in rows() if row.is_in(release)], version=f"{self._system} {version}")
-
-
-def check_version(version: str, *, system: str, supported: Sequence[str], remedy: str) -> str:
-    """Returns the version of a system, where the tests run on it or ANY_VERSION is set; `0.9` stands for all of 0.9.*.
-
-    Raises:
-        BalanceError: it is another; names the tested ones, the remedy and ANY_VERSION.
-    """
-    tested = version in supported or version.startswith(tuple(f"{release}." for release in supported))
-    if not tested and os.environ.get(ANY_VERSION) != "1":
-        raise BalanceError(
-            f"{system} is {version}; megatron_balance is tested on {', '.join(supported)}: {remedy}, or set "
-            f"{ANY_VERSION}=1 in every process to try this one."
-        )
-    return version
+_announced_off: set[str] = set()
 
 
 @contextlib.contextmanager
-def holding(target: Any, **values: Any) -> Iterator[None]:
-    """Have attributes of an object hold these values in this context."""
+def patched_attrs(target: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object these values within the context, as `mock.patch.object` does."""
     stock = {name: getattr(target, name, None) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -341,3 +351,73 @@ def holding(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in stock.items():
             setattr(target, name, value)
+
+
+def check_not_started(actor_class: Any) -> None:
+    """Refuses to hook where Ray has pickled an actor's class, which keeps the functions that it started with.
+
+    Raises:
+        BalanceError: one was started in this process, in this or an earlier connection.
+    """
+    ray_metadata = getattr(actor_class, "__ray_metadata__", None)
+    if getattr(ray_metadata, "last_export_cluster_and_job", None) is not None:
+        name = getattr(ray_metadata, "class_name", "controller")
+        raise BalanceError(f"a {name} was started already: install the balancing before it starts.")
+
+
+def launch(adapter: str, *, prefix: str = "", module: str | None = None, command: str | None = None) -> None:
+    """The command `python -m ADAPTER [FLAGS] (SCRIPT | -m MODULE) [ARGS …]`: installs, then runs the target as main.
+
+    Flags are the options of the adapter's `install`, with their defaults.
+
+    Args:
+        adapter: the module that has `install`.
+        prefix: of the flags' names, where the host has flags of the same names.
+        module: what always runs in place of a script; all flags that are not the adapter's are its own.
+        command: the module that was run, where it is not the adapter.
+
+    Raises:
+        SystemExit: there is no such script, the host cannot be hooked, or flags are refused while they are parsed. The
+            target's other errors pass as they are.
+    """
+    try:
+        install = importlib.import_module(adapter).install
+    except ImportError as error:
+        raise SystemExit(f"megatron_balance: {adapter} needs what it balances in this environment: {error}.") from error
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {command or adapter}", add_help=module is None, allow_abbrev=False
+    )
+    options = inspect.signature(install).parameters
+    for name, parameter in options.items():
+        flag, default = f"--{prefix}{name.replace('_', '-')}", parameter.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, dest=name, action="store_true")
+        else:
+            kind = str if default is None else type(default)
+            parser.add_argument(flag, dest=name, type=kind, default=default, help=f"by default {default}")
+    if module is None:
+        parser.add_argument("-m", dest="as_module", action="store_true", help="the target is a module, not a file")
+        parser.add_argument("target", help="script or module to run")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+        flags = parser.parse_args()
+        as_module, target, arguments = flags.as_module, flags.target, flags.arguments
+    else:
+        flags, arguments = parser.parse_known_args()
+        as_module, target = True, module
+    if not as_module and not Path(target).is_file():
+        parser.error(f"there is no script {target!r}")
+    sys.argv = [target, *arguments]
+    if not as_module:
+        # As Python does for a script; before the host is imported, which may lie beside the script.
+        sys.path[0] = str(Path(target).resolve().parent)
+    try:
+        install(**{name: getattr(flags, name) for name in options})
+    except BalanceError as error:
+        raise SystemExit(f"megatron_balance: {error}") from error
+    try:
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except RefusedError as error:
+        raise SystemExit(f"megatron_balance: {error}") from error

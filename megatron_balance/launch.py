@@ -5,7 +5,7 @@
 Everything after the script belongs to the script.
 """
 
-from megatron_balance.adapters.kit import launch
+from megatron_balance.hooking import launch
 
 
 def main() -> None:

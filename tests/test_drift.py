@@ -42,7 +42,7 @@ HOOK = Hook(
     bound_in=("up.training",),
     parameters=("parts",),
     wrap=lambda function: function,
-    why="a test",
+    reason="a test",
     until="it passes",
 )
 RELIED = Relied("up.schedules:Loader", (0, 0))

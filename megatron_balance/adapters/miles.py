@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Hook, check_not_started, launch
+from megatron_balance.adapters.kit import Hook, Installation, check_not_started, launch
 from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule
 from megatron_balance.cost.rates import Model
 
@@ -25,23 +25,25 @@ _MANAGER = "miles.ray.rollout.rollout_manager"
 _REMEDY = "check out the commit of docs/adapters.md from github.com/radixark/miles, or train without balancing"
 _UNTIL = "miles takes a schedule function by path, as it takes others"
 
-driver: Adapter[SlimeOptions] = Adapter("miles", versions=("0.1",), remedy=_REMEDY)
+driver: Installation[SlimeOptions] = Installation("miles", versions=("0.1",), remedy=_REMEDY)
 """The hook of the driver."""
 
-actor: Adapter[SlimeOptions] = Adapter("miles", remedy=_REMEDY)
+actor: Installation[SlimeOptions] = Installation("miles", remedy=_REMEDY)
 """The hook of the process that makes the schedule."""
 
 is_installed = driver.is_installed
 
 
-def install(*, cost: str | None = None, model: Model | None = None, objective: str = "auto") -> Adapter[SlimeOptions]:
+def install(
+    *, cost: str | None = None, model: Model | None = None, objective: str = "auto"
+) -> Installation[SlimeOptions]:
     """Hook miles in this process, the driver, before `create_rollout_manager()`; arguments as of slime's `install`.
 
     Raises:
         BalanceError: miles is missing, of another version, a target has moved, or RolloutManager runs already.
     """
     options = SlimeOptions(cost=cost, model=model, objective=objective)
-    return driver.hook(options, lambda: _hooks_of_driver(options))
+    return driver.install(options, lambda: _hooks_of_driver(options))
 
 
 def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
@@ -51,7 +53,7 @@ def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
         bound_in=(_MANAGER,),
         parameters=("args", "data", "train_parallel_config"),
         wrap=lambda _: functools.partial(_split, options),
-        why="the function that the actor's class has bound, which reaches the actor with it",
+        reason="the function that the actor's class has bound, which reaches the actor with it",
         until=_UNTIL,
     )
     return (row,)
@@ -59,7 +61,7 @@ def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
 
 def _split(options: SlimeOptions, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:
     """Hooks the schedule in this process, the actor's, then calls miles's function, which asks for it."""
-    actor.hook(options, lambda: _hooks_of_actor(options))
+    actor.install(options, lambda: _hooks_of_actor(options))
     return importlib.import_module(_CONVERSION).split_train_data_by_dp(args, data, train_parallel_config)
 
 
@@ -69,7 +71,7 @@ def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
             target="miles.utils.dp_schedule:build_dp_schedule",
             parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
             wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
-            why="it tells which rank runs which samples in which micro-batch",
+            reason="it tells which rank runs which samples in which micro-batch",
             until=_UNTIL,
             bound_in=("miles.utils.dp_schedule", _CONVERSION),
         ),

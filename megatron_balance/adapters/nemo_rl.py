@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, launch
+from megatron_balance.adapters.kit import Function, Hook, Installation, launch
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.planner import build_data_schedule
@@ -35,11 +35,13 @@ class Settings:
 
 
 _REMEDY = "check out v0.6 of github.com/NVIDIA-NeMo/RL, or train without balancing"
-adapter: Adapter[Settings] = Adapter("nemo-rl", versions=("0.6",), remedy=_REMEDY)
-is_installed = adapter.is_installed
+installation: Installation[Settings] = Installation("nemo-rl", versions=("0.6",), remedy=_REMEDY)
+is_installed = installation.is_installed
 
 
-def install(*, cost: str | None = None, model: Model | None = None, objective: str = "microbatch") -> Adapter[Settings]:
+def install(
+    *, cost: str | None = None, model: Model | None = None, objective: str = "microbatch"
+) -> Installation[Settings]:
     """Hook NeMo-RL in this process, the driver. Installing twice with the same options installs once.
 
     Args:
@@ -56,10 +58,10 @@ def install(*, cost: str | None = None, model: Model | None = None, objective: s
         bound_in=("nemo_rl.distributed.batched_data_dict",),
         parameters=("bin_capacity", "min_bin_count", "bin_count_multiple"),
         wrap=lambda stock: functools.partial(_get_packer, stock, settings),
-        why="shard_by_batch_size asks it for the bins of a global batch, of which rank r of n gets every n-th",
+        reason="shard_by_batch_size asks it for the bins of a global batch, of which rank r of n gets every n-th",
         until="NeMo-RL takes a packer by path",
     )
-    return adapter.hook(settings, lambda: [hook])
+    return installation.install(settings, lambda: [hook])
 
 
 def _get_packer(stock: Function, settings: Settings, *args: Any, **sizes: Any) -> Any:

@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, launch, split_rollout
+from megatron_balance.adapters.kit import Function, Hook, Installation, check_not_started, launch, split_rollout
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
@@ -85,16 +85,18 @@ class SlimeOptions:
         return resolve_cost(self.cost, model=model, ep_size=_size(args, "expert_model_parallel_size"))
 
 
-adapter: Adapter[SlimeOptions] = Adapter(
+installation: Installation[SlimeOptions] = Installation(
     "slime",
     versions=("0.3",),
     remedy="check out one of these from github.com/THUDM/slime (the slime on PyPI is another project) or train without "
     "balancing",
 )
-is_installed = adapter.is_installed
+is_installed = installation.is_installed
 
 
-def install(*, cost: str | None = None, model: Model | None = None, objective: str = "auto") -> Adapter[SlimeOptions]:
+def install(
+    *, cost: str | None = None, model: Model | None = None, objective: str = "auto"
+) -> Installation[SlimeOptions]:
     """Hook slime in this process, the driver. Installing twice with the same options installs once.
 
     Args:
@@ -107,7 +109,7 @@ def install(*, cost: str | None = None, model: Model | None = None, objective: s
             already, or hooks for other options are in place; nothing is changed then.
     """
     options = SlimeOptions(cost=cost, model=model, objective=objective)
-    return adapter.hook(options, lambda: _hooks(options))
+    return installation.install(options, lambda: _hooks(options))
 
 
 def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
@@ -118,7 +120,7 @@ def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
             parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
             bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
             wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
-            why="RolloutManager asks it which rank runs which samples in which micro-batch",
+            reason="RolloutManager asks it which rank runs which samples in which micro-batch",
             until="slime takes a schedule function by path, as it takes others",
         ),
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.adapters.kit import Adapter, Function, Hook
+from megatron_balance.adapters.kit import Function, Hook, Installation
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import check_same_schedule
 from megatron_balance.runtime.gather import gather_sample_lengths
@@ -28,13 +28,13 @@ class Settings:
     max_tokens: int
 
 
-adapter: Adapter[Settings] = Adapter("toy_host", versions=("1.2",), remedy="install 1.2")
+installation: Installation[Settings] = Installation("toy_host", versions=("1.2",), remedy="install 1.2")
 
 
-def install(*, max_tokens: int, cost_model: CostModel | None = None) -> Adapter[Settings]:
+def install(*, max_tokens: int, cost_model: CostModel | None = None) -> Installation[Settings]:
     """Hook the host in this process; what it returns has `undo()`."""
     settings = Settings(cost_model or CostModel.tokens(), max_tokens)
-    return adapter.hook(settings, lambda: hooks_for(settings))
+    return installation.install(settings, lambda: hooks_for(settings))
 
 
 def hooks_for(settings: Settings) -> tuple[Hook, ...]:
@@ -44,7 +44,7 @@ def hooks_for(settings: Settings) -> tuple[Hook, ...]:
             target="toy_host:Loader.load_step",
             parameters=("self", "group"),
             wrap=functools.partial(balanced_step, settings=settings),
-            why="the only place that has the sequences before they run",
+            reason="the only place that has the sequences before they run",
             until="the host takes a planning function",
         ),
     )

@@ -46,11 +46,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.adapters.kit import Adapter, Function, Hook, check_not_started, even_parts, launch
+from megatron_balance.adapters.kit import Function, Hook, Installation, check_not_started, even_parts, launch
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import as_integers
 
-__all__ = ["DispatchWindow", "Settings", "adapter", "assign_ranks", "bucketed_order", "install", "is_installed"]
+__all__ = ["DispatchWindow", "Settings", "assign_ranks", "bucketed_order", "install", "installation", "is_installed"]
 
 CONTROLLER = "torchspec.controller.training_controller"
 
@@ -92,13 +92,13 @@ class Settings:
 
 
 _REMEDY = "install it from its git repository (PyPI's is a placeholder), or train without balancing"
-adapter: Adapter[Settings] = Adapter("torchspec", versions=("0.1.0",), remedy=_REMEDY)
-is_installed = adapter.is_installed
+installation: Installation[Settings] = Installation("torchspec", versions=("0.1.0",), remedy=_REMEDY)
+is_installed = installation.is_installed
 
 
 def install(
     approach: str = "B", *, window: int = 2, cost: str = "padded", bucket_batches: int = 1
-) -> Adapter[Settings]:
+) -> Installation[Settings]:
     """Balance the ranks of TorchSpec's trainer. Call it in the driver, before the controller starts.
 
     Installing twice installs once.
@@ -116,13 +116,13 @@ def install(
             controller has started; other settings are installed. Nothing is changed then.
     """
     settings = Settings(approach=approach, window=window, cost=cost, bucket_batches=bucket_batches)
-    return adapter.hook(settings, lambda: _hooks(settings))
+    return installation.install(settings, lambda: _hooks(settings))
 
 
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
 
-    def hook(balanced: Function, parameters: str, why: str, until: str) -> Hook:
+    def hook(balanced: Function, parameters: str, reason: str, until: str) -> Hook:
         def wrap(method: Function) -> Function:
             @functools.wraps(method)
             def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
@@ -135,16 +135,16 @@ def _hooks(settings: Settings) -> list[Hook]:
             target=f"{CONTROLLER}:AsyncTrainingController.{balanced.__name__}",
             owner=_controller_class,
             wrap=wrap,
-            why=why,
+            reason=reason,
             until=until,
             parameters=("self", *parameters.split()),
         )
 
-    why, until = (
+    reason, until = (
         "gives the samples of a dispatch to ranks in turn, whatever their lengths",
         "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
     )
-    hooks = [hook(_partition_results, "results", why, until)]
+    hooks = [hook(_partition_results, "results", reason, until)]
     if settings.approach != "A" and settings.window > 1:
         until = "TorchSpec chooses among the samples of its pool"
         hooks.append(hook(try_dispatch_batch, "", "takes the oldest samples of the pool", until))

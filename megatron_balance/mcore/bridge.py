@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Adapter, Function, Hook
+from megatron_balance.hooking import Function, Hook, Installation
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import supported_version
 from megatron_balance.mcore.loop import run_of_model
@@ -34,7 +34,7 @@ class BridgeSettings(NamedTuple):
 
 def install_bridge(
     *, max_tokens_per_gpu: int, cost: CostModel | ModelShape | None = None, flags: Sequence[str] = ()
-) -> Adapter[BridgeSettings]:
+) -> Installation[BridgeSettings]:
     """Have Megatron-Bridge's `pretrain` and `finetune` balance training and evaluation.
 
     Every rank calls it before them. The configuration needs `model.calculate_per_token_loss`. With the data loader
@@ -52,11 +52,8 @@ def install_bridge(
         BalanceError: Megatron-Bridge is missing, of another version or has changed, or is hooked with other settings;
             nothing is changed then.
     """
-    was_installed = bridge_installation.is_installed()
-    bridge_installation.hook(BridgeSettings(max_tokens_per_gpu, cost, tuple(flags)), _checked_hooks)
-    if bridge_installation.is_installed() and not was_installed:
-        bridge_installation.add(CurrentRun())
-    return bridge_installation
+    settings = BridgeSettings(max_tokens_per_gpu, cost, tuple(flags))
+    return bridge_installation.install(settings, _checked_hooks, state=CurrentRun())
 
 
 def _checked_hooks() -> tuple[Hook, ...]:
@@ -113,14 +110,14 @@ BRIDGE_HOOKS = (
         target="megatron.bridge.training.train:train_step",
         parameters=("data_iterator", "model", "global_state", "forward_backward_func"),
         wrap=with_balanced_train_step,
-        why="train() binds get_forward_backward_func by value, and passes it here with the model and the state",
+        reason="train() binds get_forward_backward_func by value, and passes it here with the model and the state",
         until="Bridge takes a schedule, or a data scheduler, from its configuration",
     ),
     Hook(
         target="megatron.bridge.training.eval:evaluate",
         parameters=("state", "model"),
         wrap=with_balanced_evaluation,
-        why="only its forward-only steps are balanced, and it has the model and the run's state",
+        reason="only its forward-only steps are balanced, and it has the model and the run's state",
         until="likewise",
     ),
     Hook(
@@ -128,13 +125,13 @@ BRIDGE_HOOKS = (
         bound_in=("megatron.bridge.training.eval",),
         parameters=("pp_size", "vp_size"),
         wrap=with_evaluation_schedule,
-        why="evaluate() asks for the schedule by the name that its module bound by value",
+        reason="evaluate() asks for the schedule by the name that its module bound by value",
         until="likewise",
     ),
 )
 """The hooks in Megatron-Bridge, beside those in megatron.core."""
 
-bridge_installation: Adapter[BridgeSettings] = Adapter(
+bridge_installation: Installation[BridgeSettings] = Installation(
     "megatron-bridge", versions=("0.6", "0.7"), remedy="pip install megatron-bridge==0.6.2"
 )
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import install_hooks
+from megatron_balance.hooking import hooks_of_release, install_hooks
 from megatron_balance.mcore.options import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.settings import costs_of, policy_of, topology_of
@@ -105,17 +105,17 @@ def _loaded(module: str, *, package: str, remedy: str) -> Finding:
 
 def check_hooks() -> Iterator[Finding]:
     """Each hook, put in place and taken out again; they must not be in place. What some runs alone need is noted."""
-    from megatron_balance.mcore.hooks import hooks_of, supported_version
+    from megatron_balance.mcore.hooks import HOOKS, supported_version
 
     try:
         version = supported_version()
     except BalanceError as error:
         yield Finding(False, f"no hook applies: {error}")
         return
-    for hook in hooks_of(version):
+    for hook in hooks_of_release(HOOKS, version):
         try:
             install_hooks([hook], version=f"megatron-core {version}").undo()
-            yield Finding(True, f"{hook.target}: {hook.why}")
+            yield Finding(True, f"{hook.target}: {hook.reason}")
         except BalanceError as error:
             where = f" Runs with {hook.needed} alone need it." if hook.needed else ""
             yield Finding(bool(hook.needed), f"{error}{where}", is_note=bool(hook.needed))

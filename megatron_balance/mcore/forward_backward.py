@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import holding
+from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.microbatch import (
     CpGroups,
     called_with_mask,
@@ -102,7 +102,7 @@ class BalancedForwardBackward:
 
     def _with_args(self, **values: Any) -> AbstractContextManager[None]:
         """Have Megatron's arguments hold these values in this context; other loops do not read them."""
-        return contextlib.nullcontext() if self._args is None else holding(self._args, **values)
+        return contextlib.nullcontext() if self._args is None else patched_attrs(self._args, **values)
 
     @contextlib.contextmanager
     def evaluating(self, num_steps: int) -> Iterator[None]:

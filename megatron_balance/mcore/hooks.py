@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Installation, check_version, install_hooks, is_off, quiet_imports
+from megatron_balance.hooking import (
+    Function,
+    Hook,
+    Installation,
+    hooks_of_release,
+    install_hooks,
+    is_off,
+    quiet_imports,
+)
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
 from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.options import Options, holds
@@ -181,7 +189,7 @@ HOOKS = (
         target="megatron.training.arguments:add_megatron_arguments",
         parameters=("parser",),
         wrap=_with_balance_arguments,
-        why="the flags reach every script; parse_args looks the function up when it is called",
+        reason="the flags reach every script; parse_args looks the function up when it is called",
         until="Megatron reads extra arguments from an entry point",
     ),
     Hook(
@@ -189,27 +197,27 @@ HOOKS = (
         bound_in=("megatron.training.training",),
         parameters=("pp_size", "vp_size"),
         wrap=_while_balancing(_schedule, run=_run_of_megatron),
-        why="train() asks it for the schedule of every step and passes the data iterator to that",
+        reason="train() asks it for the schedule of every step and passes the data iterator to that",
         until="train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point",
     ),
     Hook(
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
         wrap=_while_balancing(_evaluate, run=_run_of_megatron),
-        why="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
+        reason="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
         wrap=_while_balancing(_backward_step),
-        why="measures backward passes while a run balances; every schedule looks the function up; else nothing",
+        reason="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
         parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
         wrap=_while_balancing(_communicate_shapes),
-        why="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
+        reason="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
         until="the schedules take a shape for each micro-batch",
         needed="pipeline_model_parallel_size>1",
     ),
@@ -217,7 +225,7 @@ HOOKS = (
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         parameters=("batch", "cp_group"),
         wrap=_while_balancing(_split_by_document, in_step=True),
-        why="scripts ask for it under --dataloader-inter-document-masking; our packs hold documents that split alone",
+        reason="scripts ask for it under --dataloader-inter-document-masking; packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         needed=":context_parallel",
         first=(0, 19),
@@ -226,7 +234,7 @@ HOOKS = (
         target="megatron.core.transformer.attention:Attention.forward",
         parameters=("packed_seq_params",),
         wrap=_while_balancing(_in_own_group(CpGroups.rotary_group)),
-        why="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
+        reason="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
         until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
         needed="balance_dynamic_cp",
         first=(0, 19),
@@ -234,7 +242,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
         wrap=_while_balancing(_in_own_group(CpGroups.router_group)),
-        why="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
+        reason="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
         needed="balance_dynamic_cp num_experts",
         first=(0, 19),
@@ -243,7 +251,7 @@ HOOKS = (
         target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
         parameters=("name", "value", "reduce_group", "avg_group"),
         wrap=_while_balancing(_record, in_step=True),
-        why="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
+        reason="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
         until="Megatron's log takes losses of groups of several sizes",
         needed="balance_dynamic_cp num_experts",
         first=(0, 19),
@@ -252,7 +260,7 @@ HOOKS = (
         target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
         parameters=("loss_scale",),
         wrap=_while_balancing(_log_losses),
-        why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
+        reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="Megatron's log takes the number of micro-batches that ran, as its dev branch does of its own schedulers",
         needed="num_experts",
         first=(0, 18),
@@ -262,7 +270,7 @@ HOOKS = (
         bound_in=("megatron.training.training",),
         parameters=("loss_scale",),
         wrap=_while_balancing(_log_losses),
-        why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
+        reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="0.18, which has a tracker in moe_logging.py",
         last=(0, 17),
     ),
@@ -270,14 +278,14 @@ HOOKS = (
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
         parameters=("loss_scale",),
         wrap=_while_balancing(_log_prediction_losses),
-        why="the log divides sums over the micro-batches that ran by the number of those that were loaded",
+        reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="a release divides sums over tokens by tokens, as Megatron's dev branch does",
         needed="mtp_num_layers",
     ),
     Hook(
         target="megatron.training.training:consume_seqlen_stats_in_iteration",
         wrap=_while_balancing(_count_lengths),
-        why="TFLOP/s count filler, dummies, evaluations, and each context-parallel rank's packs as those of all",
+        reason="TFLOP/s count filler, dummies, evaluations, and each context-parallel rank's packs as those of all",
         until="scripts count the lengths that a packing scheduler gives them",
         first=(0, 18),
     ),
@@ -285,7 +293,7 @@ HOOKS = (
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
         parameters=("routing_map", "padding_mask"),
         wrap=_while_balancing(_apply_expert_bias),
-        why="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
+        reason="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
         until="0.20, which gives the mask a second dimension",
         needed="num_experts",
         last=(0, 19),
@@ -295,7 +303,7 @@ HOOKS = (
         bound_in=("megatron.core.transformer.moe.router",),
         parameters=("reduce_group", "with_padding_mask"),
         wrap=_while_balancing(_count_tokens),
-        why="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
+        reason="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
         until="Megatron scales auxiliary losses by the tokens of the group, at least one",
         needed="num_experts",
     ),
@@ -303,7 +311,7 @@ HOOKS = (
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
         parameters=("padding_mask",),
         wrap=_while_balancing(_get_embeddings),
-        why="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
+        reason="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron passes the mask on unchanged, as its dev branch does",
         needed="num_experts mtp_num_layers",
         first=(0, 18),
@@ -312,7 +320,7 @@ HOOKS = (
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
         parameters=("hidden_states", "packed_seq_params"),
         wrap=_while_balancing(_mixer_forward, in_step=True),
-        why="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
+        reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
         until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences",
         needed=":mamba",
         first=(0, 19),
@@ -320,19 +328,27 @@ HOOKS = (
 )
 
 
-def hooks_of(version: str) -> list[Hook]:
-    """The hooks for a version of Megatron Core."""
-    major, minor = (int(number) for number in version.split(".")[:2])
-    return [hook for hook in HOOKS if hook.is_in((major, minor))]
-
-
 def core_hooks(options: Options) -> list[Hook]:
     """The hooks in `megatron.core` that a balanced run with these options needs."""
-    hooks = (hook for hook in hooks_of(supported_version()) if holds(hook.needed, options))
+    hooks = (hook for hook in hooks_of_release(HOOKS, supported_version()) if holds(hook.needed, options))
     return [hook for hook in hooks if all(place.startswith("megatron.core.") for place in hook.places)]
 
 
-installation: Installation[str] = Installation("Megatron")
+def _version_of_core(package: str) -> str:
+    version = version_of(package)
+    if version is None:
+        raise BalanceError(
+            f"{package} is not installed: pip install '.[megatron]' in a clone, or set PYTHONPATH to it."
+        )
+    return version
+
+
+installation: Installation[str] = Installation(
+    "megatron-core",
+    versions=SUPPORTED_VERSIONS,
+    remedy=f"install megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*",
+    version_of=_version_of_core,
+)
 """The hooks of this process; its settings are the version of Megatron Core."""
 
 
@@ -347,23 +363,13 @@ def install() -> Installation[str]:
     """
     if is_off("Megatron"):
         installation.add(install_hooks(HOOKS[:1], version="megatron-core"))
-    elif installation.settings is None:
-        version = supported_version()
-        patches = install_hooks(
-            [hook for hook in hooks_of(version) if hook.places[0].startswith("megatron.training.")],
-            version=f"megatron-core {version}",
-        )
-        installation.install(version, hook=CurrentRun)  # undone last, after the hooks
-        installation.add(patches)
-    return installation
+        return installation
+    rows = [hook for hook in HOOKS if hook.places[0].startswith("megatron.training.")]
+    return installation.install(supported_version(), lambda: rows, state=CurrentRun())
 
 
 def supported_version() -> str:
     """The version of the Megatron Core that is imported, if it is one of SUPPORTED_VERSIONS or ANY_VERSION is set."""
-    version = version_of("megatron-core")
-    if version is None:
-        raise BalanceError(
-            "megatron-core is not installed: pip install '.[megatron]' in a clone, or set PYTHONPATH to it."
-        )
-    remedy = f"install megatron-core[training]=={SUPPORTED_VERSIONS[-1]}.*, train without --balance-*"
-    return check_version(version, system="megatron-core", supported=SUPPORTED_VERSIONS, remedy=remedy)
+    version = installation.version()
+    assert version is not None, "_version_of_core raises"
+    return version

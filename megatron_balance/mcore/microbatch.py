@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import holding
+from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.packs import Slots, pack
@@ -137,7 +137,7 @@ class CpGroups:
             return contextlib.nullcontext()
         view = copy.copy(attention.pg_collection)  # modules share theirs
         view.cp = self.by_size[size]
-        return holding(attention, pg_collection=view)
+        return patched_attrs(attention, pg_collection=view)
 
     @contextlib.contextmanager
     def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
@@ -156,7 +156,7 @@ class CpGroups:
             weight = 1.0 if groups.get("avg_group") is None else self._static_size / size
             return value * weight, groups
 
-        with holding(router, tp_cp_group=group), holding(self, recorded=recorded):
+        with patched_attrs(router, tp_cp_group=group), patched_attrs(self, recorded=recorded):
             yield
 
     def _parallel_state(self, size: int) -> AbstractContextManager[None]:
@@ -164,7 +164,7 @@ class CpGroups:
 
         group = self.by_size[size]
         ranks = dist.get_process_group_ranks(group)
-        return holding(parallel_state, _CONTEXT_PARALLEL_GROUP=group, _CONTEXT_PARALLEL_GLOBAL_RANKS=ranks)
+        return patched_attrs(parallel_state, _CONTEXT_PARALLEL_GROUP=group, _CONTEXT_PARALLEL_GLOBAL_RANKS=ranks)
 
     def attention_group(self, size: int) -> dist.ProcessGroup | None:
         """The group for attention kernels; None for one rank, where releases would exchange keys with nobody."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import holding
+from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.step.packs import Slots
 from megatron_balance.topology import Topology
 
@@ -100,7 +100,7 @@ def variable_seq_lengths(model: Any) -> Iterator[None]:
     """Have the chunks of a model ask for the shape of every message; validate_args forces this off."""
     with contextlib.ExitStack() as stack:
         for config in _configs(model):
-            stack.enter_context(holding(config, variable_seq_lengths=True))
+            stack.enter_context(patched_attrs(config, variable_seq_lengths=True))
         yield
 
 

@@ -58,6 +58,6 @@ class HookedController(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        torchspec.adapter.undo()
+        torchspec.installation.undo()
         torchspec.install(**self._settings)
         self.num_hooked += 1

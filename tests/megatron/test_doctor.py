@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from forked import call, free_port, rank_environment, run_forked
 
+from megatron_balance import hooking
 from megatron_balance.cli import main
 from megatron_balance.mcore import doctor as checks
 from megatron_balance.mcore import hooks
@@ -43,7 +44,7 @@ def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert problems(lines) == []
     assert lines[-1] == "no problem"
-    for hook in hooks.hooks_of(hooks.supported_version()):
+    for hook in hooking.hooks_of_release(hooks.HOOKS, hooks.supported_version()):
         assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
     assert any(line.startswith("ok       torch ") for line in lines)
     assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
@@ -69,7 +70,7 @@ def test_what_the_environment_lacks_is_noted(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
-    monkeypatch.setattr("megatron_balance.hooking._said_off", {"Megatron"})
+    monkeypatch.setattr("megatron_balance.hooking._announced_off", {"Megatron"})
     monkeypatch.setattr("megatron.core.package_info.__version__", "0.18.3")
     notes = [line for line in doctor(capsys)[1] if line.startswith("note ")]
     for words in ("TORCH_DISABLE_SHARE_RDZV", "MEGATRON_BALANCE is 0", "pip has megatron-core 0.19"):

@@ -46,14 +46,14 @@ def test_a_run_hooks_what_it_needs_of_megatron_core(options: dict[str, object], 
 def test_a_hook_that_upstream_has_made_needless_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
     for version, there in (("0.19.2", True), ("0.20.0", False)):
-        targets = [hook.target for hook in hooks.hooks_of(version)]
+        targets = [hook.target for hook in hooking.hooks_of_release(hooks.HOOKS, version)]
         assert any("_apply_expert_bias" in target for target in targets) is there
 
 
 def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from megatron.training import arguments, training
 
-    monkeypatch.setattr("megatron_balance.hooking._said_off", set())
+    monkeypatch.setattr("megatron_balance.hooking._announced_off", set())
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
     monkeypatch.setattr("megatron.core.package_info.__version__", "0.12.1")  # of no concern to a stock run
     before = arguments.add_megatron_arguments, training.get_forward_backward_func, training.evaluate
@@ -110,7 +110,7 @@ HOOK = hooking.Hook(
     bound_in=("upstream_user",),
     parameters=("num_parts",),
     wrap=lambda function: lambda *args, **keywords: -function(*args, **keywords),
-    why="a test",
+    reason="a test",
     until="it passes",
 )
 

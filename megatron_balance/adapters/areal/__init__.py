@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_balance.adapters.areal.batches import balance_batch, divide, item_lengths
 from megatron_balance.adapters.areal.spmd import MAX_WAIT_HOURS, buffer_device, group_or_world, spmd_hooks
-from megatron_balance.adapters.kit import Adapter, Function, Hook
+from megatron_balance.adapters.kit import Function, Hook, Installation
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
@@ -39,10 +39,10 @@ class ArealOptions:
     max_wait_hours: float
 
 
-adapter: Adapter[ArealOptions] = Adapter(
+installation: Installation[ArealOptions] = Installation(
     "areal", versions=("1.0.4",), remedy="pip install areal==1.0.4, or train without balancing"
 )
-is_installed = adapter.is_installed
+is_installed = installation.is_installed
 
 
 def install(
@@ -52,7 +52,7 @@ def install(
     ep_size: int = 1,
     single_rank_load: bool = False,
     max_wait_hours: float = MAX_WAIT_HOURS,
-) -> Adapter[ArealOptions]:
+) -> Installation[ArealOptions]:
     """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
 
     Args:
@@ -69,7 +69,7 @@ def install(
     """
     cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
     options = ArealOptions(cost_model=cost_model, single_rank_load=single_rank_load, max_wait_hours=max_wait_hours)
-    return adapter.hook(options, lambda: _hooks(options))
+    return installation.install(options, lambda: _hooks(options))
 
 
 def _hooks(options: ArealOptions) -> list[Hook]:
@@ -106,20 +106,20 @@ def _hooks(options: ArealOptions) -> list[Hook]:
             target="areal.infra.controller.train_controller:_dispatch_tensors",
             parameters=("item_list", "dp_size", "group_size"),
             wrap=lambda _: dispatch_tensors,
-            why="balances by our cost, accepts a number of items that is no multiple of the ranks",
+            reason="balances by our cost, accepts a number of items that is no multiple of the ranks",
             until="AReaL's controller takes a partition function",
         ),
         Hook(
             target="areal.utils.data:allocate_balanced_mbs_synced",
             parameters=("mb_spec", "lens", "group"),
             wrap=lambda _: allocate_balanced_mbs_synced,
-            why="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
+            reason="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
             until="AReaL's ranks agree on failure before one raises",
         ),
         Hook(
             target="areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
             wrap=_refused,
-            why="the proxy that deals trajectories out and the workers are processes of a fixed command, without hooks",
+            reason="the proxy that deals trajectories out and the workers run a fixed command, without hooks",
             until="their command can be chosen",
         ),
         *spmd_hooks(cost_model, max_wait_hours=options.max_wait_hours, single_rank_load=options.single_rank_load),

@@ -68,9 +68,9 @@ def spmd_hooks(cost_model: CostModel, *, max_wait_hours: float, single_rank_load
 
         return wrapper
 
-    def row(target: str, parameters: str, wrap: Callable[[Function], Function], why: str) -> Hook:
+    def row(target: str, parameters: str, wrap: Callable[[Function], Function], reason: str) -> Hook:
         until = "AReaL removes the launchers that start a process a rank"
-        return Hook(target=target, wrap=wrap, parameters=tuple(parameters.split()), why=why, until=until)
+        return Hook(target=target, wrap=wrap, parameters=tuple(parameters.split()), reason=reason, until=until)
 
     rows = [
         row(
@@ -89,13 +89,13 @@ def spmd_hooks(cost_model: CostModel, *, max_wait_hours: float, single_rank_load
     if not single_rank_load:
         return rows
     by_one = functools.partial(_rolled_out_by_one, max_wait_hours=max_wait_hours)
-    why = "single_rank_load: one rank rolls out, with the data loader and the capacity of all; the others wait for it"
+    reason = "single_rank_load: one rank rolls out, with the data loader and capacity of all; the others wait"
     return [
         *rows,
-        row(f"{_COORDINATOR}.rollout_batch", "self workflow group_size", by_one, why),
-        row(f"{_COORDINATOR}.prepare_batch", "self workflow group_size", by_one, why),
-        row(f"{_TRAINER}._create_dataloader", "self dataset dataset_config rank world_size", _loaded_by_one, why),
-        row(f"{_TRAINER}._init_rollout", "self rollout_config is_eval", _with_whole_capacity, why),
+        row(f"{_COORDINATOR}.rollout_batch", "self workflow group_size", by_one, reason),
+        row(f"{_COORDINATOR}.prepare_batch", "self workflow group_size", by_one, reason),
+        row(f"{_TRAINER}._create_dataloader", "self dataset dataset_config rank world_size", _loaded_by_one, reason),
+        row(f"{_TRAINER}._init_rollout", "self rollout_config is_eval", _with_whole_capacity, reason),
     ]
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_balance.adapters.kit import Adapter, Hook
+from megatron_balance.adapters.kit import Hook, Installation
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import is_off
 
@@ -26,13 +26,13 @@ _SHUFFLER = "commons.distributed.batch_shuffler:BaseTaskBalancedBatchShuffler"
 _FACTORY = "commons.distributed.batch_shuffler_factory"
 _TASKS = "commons.perf_model.task_estimator"
 
-adapter: Adapter[str] = Adapter(
+installation: Installation[str] = Installation(
     "recsys-examples", remedy="PYTHONPATH must name the examples folder of recsys-examples, and torchrec be installed"
 )
-is_installed = adapter.is_installed
+is_installed = installation.is_installed
 
 
-def install() -> Adapter[str]:
+def install() -> Installation[str]:
     """Hook recsys-examples in this process. Installing twice installs once.
 
     Call it on every rank before a shuffler is made; a checkout's `examples` folder must be in the path, as it is when
@@ -42,7 +42,7 @@ def install() -> Adapter[str]:
         BalanceError: recsys-examples is missing or differs from what is expected. Nothing is changed then.
     """
     if not is_installed():
-        adapter.hook(NAME, _hooks)
+        installation.install(NAME, _hooks)
         from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
         module, _, name = _SHUFFLER.partition(":")
@@ -51,8 +51,8 @@ def install() -> Adapter[str]:
             _factory().is_registered(NAME) or _factory().register(NAME, stock)
         else:
             _factory().register(NAME, make_shuffler_class(stock))
-            adapter.add(_Registration())
-    return adapter
+            installation.add(_Registration())
+    return installation
 
 
 class _Registration:
@@ -86,9 +86,11 @@ def _hooks() -> list[Hook]:
         f"{_TASKS}:HSTUAttentionTask.get_workloads": (of_task, flops_of("hstu")),
         f"{_TASKS}:SelfAttentionTask.get_workloads": (of_task, flops_of("sid_gr")),
     }
-    why = "padding has a mask, weights and shapes are kept, indices describe the order; int32 lengths do not wrap"
+    reason = "padding has a mask, weights and shapes are kept, indices describe the order; int32 lengths do not wrap"
     until = "upstream's own tests of its balancers pass"
     return [
-        Hook(target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, why=why, until=until)
+        Hook(
+            target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, reason=reason, until=until
+        )
         for target, (parameters, new) in rows.items()
     ]

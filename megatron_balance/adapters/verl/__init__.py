@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_balance.adapters.kit import Adapter, Hook
+from megatron_balance.adapters.kit import Hook, Installation
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import resolve_cost
 from megatron_balance.errors import BalanceError
@@ -40,10 +40,10 @@ FACTOR_KEY = "mlp_workload_factor"
 """The key that the review of verl's `_balance_data_proto` asked for, in a `model_config`."""
 
 
-adapter: Adapter[CostModel] = Adapter(
+installation: Installation[CostModel] = Installation(
     "verl", versions=("0.9", "0.10"), remedy="pip install verl==0.9.1, or train without MEGATRON_BALANCE_VERL"
 )
-is_installed = adapter.is_installed
+is_installed = installation.is_installed
 
 
 def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostModel:
@@ -72,7 +72,7 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     return resolve_cost(cost, model=model)
 
 
-def install(model: Model | None = None, *, cost: str | None = None) -> Adapter[CostModel]:
+def install(model: Model | None = None, *, cost: str | None = None) -> Installation[CostModel]:
     """Hook verl in this process. Installing twice with the same arguments installs once.
 
     Args:
@@ -84,7 +84,7 @@ def install(model: Model | None = None, *, cost: str | None = None) -> Adapter[C
         BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
             other arguments. Nothing is changed then.
     """
-    return adapter.hook(choose_cost(model, cost=cost), _table)
+    return installation.install(choose_cost(model, cost=cost), _table)
 
 
 def _table() -> list[Hook]:
@@ -110,5 +110,5 @@ def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = No
     """
     from megatron_balance.adapters.verl.rows import split_rows  # loads verl
 
-    cost_model = adapter.settings if model_config is None else None
+    cost_model = installation.settings if model_config is None else None
     return split_rows(obj, chunks, cost_model=cost_model or choose_cost(model_config))

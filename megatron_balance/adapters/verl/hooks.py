@@ -22,7 +22,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from megatron_balance.adapters.kit import Function, Hook, sample_costs, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
-from megatron_balance.adapters.verl import adapter
+from megatron_balance.adapters.verl import installation
 from megatron_balance.adapters.verl.rows import (
     RowOrder,
     balanced_partitions,
@@ -44,12 +44,12 @@ TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
 def table() -> tuple[Hook, ...]:
     """The hooks, of the modules that are loaded: it is installed again once the trainers are."""
 
-    def row(target: str, parameters: str, balanced: Function, why: str, *, bound_in: tuple[str, ...] = ()) -> Hook:
+    def row(target: str, parameters: str, balanced: Function, reason: str, *, bound_in: tuple[str, ...] = ()) -> Hook:
         return Hook(
             target=target,
             parameters=tuple(parameters.split()),
-            wrap=lambda stock: adapter.while_installed(stock, balanced),
-            why=why,
+            wrap=lambda stock: installation.while_installed(stock, balanced),
+            reason=reason,
             until="verl takes such a function, and the factor from the model",
             bound_in=bound_in,
             late=True,
@@ -98,17 +98,17 @@ def worker_group_hook() -> Hook:
     return Hook(
         target="verl.single_controller.ray.base:func_generator",
         wrap=_after_trainers,
-        why="the first call that the trainer's process makes once its trainer is loaded",
+        reason="the first call that the trainer's process makes once its trainer is loaded",
         until="verl loads plug-ins after its trainers",
     )
 
 
 def _after_trainers(bind: Function) -> Function:
     def hooked(_: CostModel, *positional: Any, **keywords: Any) -> Any:
-        adapter.hook_late(table)
+        installation.install_late(table)
         return bind(*positional, **keywords)
 
-    return adapter.while_installed(bind, hooked)
+    return installation.while_installed(bind, hooked)
 
 
 def _calculate_workload(cost_model: CostModel, seqlen_list: Any) -> torch.Tensor:

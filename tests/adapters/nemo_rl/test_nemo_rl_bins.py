@@ -90,7 +90,7 @@ def shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return [[part["ids"].tolist()[start:end] for start, end in part.micro_batch_indices[0]] for part in shards]
 
     yield by_double if request.param == "double" else by_checkout
-    nemo_rl.adapter.undo()
+    nemo_rl.installation.undo()
 
 
 def waiting(ranks: list[list[list[int]]], lengths: list[int]) -> float:
@@ -106,7 +106,7 @@ def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard)
         stock.append(waiting(shard(lengths), lengths))
         nemo_rl.install(model="Qwen3-8B")
         ranks = shard(lengths)
-        nemo_rl.adapter.undo()
+        nemo_rl.installation.undo()
         assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(256))
         assert all(0 < sum(lengths[index] for index in slot) <= CAP for slots in ranks for slot in slots)
         balanced.append(waiting(ranks, lengths))
@@ -138,7 +138,7 @@ def test_another_release_is_refused_and_undo_gives_back_the_very_function(
     stock = vars(sys.modules[BATCHES])["get_packer"]
     nemo_rl.install()
     assert vars(sys.modules[BATCHES])["get_packer"] is not stock
-    nemo_rl.adapter.undo()
+    nemo_rl.installation.undo()
     assert vars(sys.modules[BATCHES])["get_packer"] is stock
     be_release(monkeypatch, "0.4.0")
     with pytest.raises(BalanceError, match=r"nemo-rl is 0\.4\.0.*MEGATRON_BALANCE_ANY_VERSION"):

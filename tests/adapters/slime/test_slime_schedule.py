@@ -267,7 +267,7 @@ def test_ranks_reduce_in_every_micro_batch_under_delayed_scaling(given: dict[str
 def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """`slime.ray.rollout` of the double; nothing stays installed."""
     yield put_in_place(monkeypatch)
-    slime.adapter.undo()
+    slime.installation.undo()
 
 
 def bound(rollout: ModuleType) -> list[object]:

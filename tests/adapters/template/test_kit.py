@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters import kit
-from megatron_balance.adapters.kit import Adapter, Hook, even_parts, split_rollout
+from megatron_balance.adapters.kit import Hook, Installation, even_parts, split_rollout
 from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_samples, moving_sample
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import SampleSchema
@@ -132,7 +132,7 @@ def test_samples_of_every_shape_arrive_once_in_order():
 
 def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(monkeypatch):
     """Two trainers bind the host's function by value: one loads after the hooks, and one before with a method."""
-    late: Adapter[int] = Adapter("late_host", remedy="")
+    late: Installation[int] = Installation("late_host", remedy="")
 
     def load(name, **content):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -146,7 +146,7 @@ def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(mon
                 target=target,
                 bound_in=(place,) if place else (),
                 wrap=lambda stock: late.while_installed(stock, lambda settings, step: settings * step),
-                why="",
+                reason="",
                 until="",
                 late=True,
             )
@@ -155,15 +155,15 @@ def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(mon
 
     host = load("late_host", plan=lambda step: step)
     stock, old = host.plan, load("old_trainer", plan=host.plan)
-    late.hook(10, rows)
+    late.install(10, rows)
     assert [host.plan(3), old.plan(3)] == [30, 30]
     new = load("new_trainer", plan=host.plan, Trainer=type("Trainer", (), {"plan": stock}))
-    late.hook_late(rows)
+    late.install_late(rows)
     assert [new.plan(3), new.Trainer.plan(3)] == [30, 30]
     late.undo()
     assert [host.plan, old.plan, new.Trainer.plan] == [stock] * 3
     assert new.plan(3) == 3
-    late.hook(20, rows)
+    late.install(20, rows)
     assert [host.plan(3), old.plan(3), new.plan(3)] == [60, 60, 60]
     late.undo()
 

@@ -50,18 +50,18 @@ def test_another_version_is_refused_unless_any_is_allowed(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.0.0")
     with pytest.raises(BalanceError, match=r"toy_host is 2\.0\.0.*tested on 1\.2.*set MEGATRON_BALANCE_ANY_VERSION=1"):
         template.install(max_tokens=CAP)
-    assert not template.adapter.is_installed()
+    assert not template.installation.is_installed()
     monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
     template.install(max_tokens=CAP).undo()
 
 
 def test_the_switch_leaves_the_host_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("megatron_balance.hooking._said_off", set())
+    monkeypatch.setattr("megatron_balance.hooking._announced_off", set())
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
     stock = toy_host.Loader.load_step
     for _ in range(2):
         template.install(max_tokens=CAP)
     assert toy_host.Loader.load_step is stock
-    assert not template.adapter.is_installed()
+    assert not template.installation.is_installed()
     [line] = caplog.messages
     assert line == "MEGATRON_BALANCE=0: toy_host runs without balancing, and ignores its flags."

@@ -55,6 +55,6 @@ class Host:
 def host(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "double"))
     yield Host(importlib.import_module("torchspec.controller.training_controller"))
-    torchspec.adapter.undo()
+    torchspec.installation.undo()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchspec"]:
         del sys.modules[name]
