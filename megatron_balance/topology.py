@@ -94,7 +94,7 @@ class Topology:
     def num_sockets(self) -> int:
         """Sockets of this package's on one rank, at most: of its data-parallel group, and in its model replica.
 
-        Example:
+        Examples:
             >>> Topology(1024, tp_size=8).num_sockets
             2051
         """
@@ -104,7 +104,7 @@ class Topology:
     def dynamic_cp_sizes(self) -> tuple[int, ...]:
         """Context-parallel sizes that a micro-batch may have, rising.
 
-        Example:
+        Examples:
             >>> Topology(3, cp_size=4, dynamic_cp=True).dynamic_cp_sizes
             (1, 2, 4, 8)
         """
@@ -132,7 +132,7 @@ class Topology:
     def pack_multiple(self) -> int:
         """Every micro-batch, dummies included, holds a multiple of this many tokens over its context-parallel ranks.
 
-        Example:
+        Examples:
             >>> Topology(8, cp_size=2, tp_size=4, sequence_parallel=True, token_alignment=32).pack_multiple
             256
         """
@@ -146,7 +146,7 @@ class Topology:
     def sync_size(self) -> int:
         """Neighbouring data-parallel ranks, or leaves, that wait for one another in every micro-batch; 1 for none.
 
-        Example:
+        Examples:
             >>> [Topology(8, **ranks).sync_size for ranks in ({}, {"ep_size": 4}, {"fully_sharded": True})]
             [1, 4, 8]
         """

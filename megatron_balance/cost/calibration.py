@@ -181,7 +181,7 @@ def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None
     else disturbed counts less the further off it is. `features` are not negative, `seconds` above zero. `ratio` is what
     the last coefficient is expected to be of the one before: one more measurement, off by `RATE_SPREAD`.
 
-    Example:
+    Examples:
         >>> fit_seconds(np.array([[1.0, 10], [1, 20], [1, 40]]), seconds=np.array([12.0, 22, 42])).round(6).tolist()
         [2.0, 1.0]
     """

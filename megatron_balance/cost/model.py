@@ -70,7 +70,7 @@ class CostModel:
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.
 
-    Example:
+    Examples:
         >>> CostModel(linear=1024, quadratic=1)(512)
         786432
     """
@@ -178,7 +178,7 @@ class CostModel:
         cost. It pays a micro-batch's fixed cost in full. Ring attention overlaps the two (Liu et al. 2023, arXiv
         2310.01889, section 3); published tables of long samples refute an exchange in full (docs/cost-model.md).
 
-        Example:
+        Examples:
             >>> shared = CostModel(linear=100, quadratic=1, cp_exchange=8).summed_over_cp(4)
             >>> shared(10), shared(100)  # 24 units a token are waited for until attention takes as long
             (1240, 20000)

@@ -64,7 +64,7 @@ def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflo
     A GPU receives `bytes_per_second`, two bytes a number, and runs what is linear in tokens at `tflops`. Layers that
     context parallelism does not split by such a ring are refused.
 
-    Example:
+    Examples:
         >>> shape = ModelShape.preset("Qwen3-8B")
         >>> [exchange_flops_per_token(shape, bytes_per_second=link) for link in (WITHIN_NODE, BETWEEN_NODES)]
         [393216000, 3538944000]

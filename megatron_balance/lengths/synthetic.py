@@ -44,7 +44,7 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
     Raises:
         BalanceError: the name is unknown, or num_samples or seed cannot be used.
 
-    Example:
+    Examples:
         >>> synthetic_lengths("gsm8k_sft", num_samples=1000).size
         1000
     """

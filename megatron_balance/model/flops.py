@@ -65,7 +65,7 @@ class FlopsPolynomial:
     `expert_linear` is of routed experts, which an expert-parallel group shares; `windows` are pairs `(keys w that a
     query attends to, FLOPs c)` of sliding-window and of sparse attention, ascending.
 
-    Example:
+    Examples:
         >>> FlopsPolynomial(linear=10, quadratic=1)(8)
         144
     """
@@ -97,7 +97,7 @@ def causal_pairs(length: Any, *, window: int) -> Any:
     diagonal, as is usual. Sparse attention that picks `window` keys a query computes the same number of pairs.
     `length`: an integer, or an array of them.
 
-    Example:
+    Examples:
         >>> causal_pairs(100, window=10)
         1910
     """
@@ -132,7 +132,7 @@ def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patc
     Raises:
         BalanceError: images of a model without an encoder.
 
-    Example:
+    Examples:
         >>> from megatron_balance import ModelShape
         >>> calculate_fwd_flops([1], ModelShape.preset("Qwen2.5-0.5B")) // 10**6  # twice its 494 M weights
         987
@@ -183,7 +183,7 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
 
     `tied`: the embedding is the output layer (`tie_word_embeddings`).
 
-    Example:
+    Examples:
         >>> from megatron_balance import ModelShape
         >>> num_parameters(ModelShape.preset("Qwen3-8B")) // 10**6
         8190

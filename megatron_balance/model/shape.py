@@ -78,7 +78,7 @@ class ModelShape:
         BalanceError: a size is not a non-negative integer, one that a layer needs is 0, a pattern has the
             wrong length or entries, or heads do not divide.
 
-    Example:
+    Examples:
         >>> ModelShape.preset("qwen2.5-0.5b").hidden_size
         896
     """

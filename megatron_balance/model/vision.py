@@ -66,7 +66,7 @@ def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[n
     `[num_images, 3]` frames, and rows and columns of patches of a frame. A frame attends to itself alone, so that a
     video costs as much as images of its frames (transformers, `vision_utils.get_vision_cu_seqlens`).
 
-    Example:
+    Examples:
         >>> patches_of_grids([[1, 34, 46], [2, 8, 8]]).tolist()
         [1564, 64, 64]
     """

@@ -83,7 +83,7 @@ def balance(
     Raises:
         BalanceError: an argument is wrong; names it.
 
-    Example:
+    Examples:
         >>> balance([7, 5, 4, 4], num_ranks=2, max_tokens=8)
         [[[0], [3]], [[1], [2]]]
     """
@@ -173,7 +173,7 @@ def build_data_schedule(
     Raises:
         BalanceError: an argument is wrong, or does not go with another; names it and the remedy.
 
-    Example:
+    Examples:
         >>> schedule = build_data_schedule(
         ...     [7, 5, 4, 4], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(16)
         ... )

@@ -164,7 +164,7 @@ def unavoidable_waiting(grid: Ints, *, lower_bound: int, objective: str, topolog
     `grid`: costs of any plan of the batch, `[num_ranks, num_microbatches]`. A rank's cost is spread over the stages of
     its pipeline, whose bubble of equal micro-batches is not counted.
 
-    Example:
+    Examples:
         >>> costs = np.array([[900], [100], [100], [100]])  # one sample is three quarters of the work of four ranks
         >>> unavoidable_waiting(costs, lower_bound=900, objective="step", topology=Topology(4))
         0.6666666666666667

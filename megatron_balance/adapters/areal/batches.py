@@ -79,7 +79,7 @@ def balance_batch(
     Raises:
         BalanceError: a batch has no mask, keys differ, or there are fewer sequences than ranks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> lengths = [8, 1, 2, 7]
         >>> batch = {"attention_mask": torch.arange(8) < torch.tensor(lengths)[:, None]}

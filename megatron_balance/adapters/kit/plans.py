@@ -28,7 +28,7 @@ def split_rollout(groups: Sequence[Hashable] | NDArray[Any], *, global_batch_siz
     Raises:
         BalanceError: `global_batch_size` is not a positive integer.
 
-    Example:
+    Examples:
         >>> [step.tolist() for step in split_rollout(["a", "b", "a", "c", "d"], global_batch_size=2)]
         [[0, 1, 2], [3, 4]]
     """
