@@ -33,7 +33,7 @@ SDIST = (
     r"(LICENSE|MANIFEST\.in|README\.md|PKG-INFO|pyproject\.toml|setup\.cfg|setup\.py|constraints\.txt|mkdocs\.yml)",
     r"(CHANGELOG|CONTRIBUTING)\.md",
     r"benchmarks/(RESULTS\.md|results\.json)",
-    r"docs/\w+(-\w+)*\.(md|py|css)",
+    r"docs/\w+(-\w+)*\.(md|css)",
     r"docs/pictures/\w+\.(py|svg|png)",
     r"megatron_balance\.egg-info/"
     r"(PKG-INFO|SOURCES\.txt|dependency_links\.txt|entry_points\.txt|requires\.txt|top_level\.txt)",

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from panels import Panel
 
 GREY = "#808080"
-"""3.9 to 1 against white and against mkdocs' dark page, 4.8 to 1 against GitHub's: text is large."""
+"""3.9 to 1 against white and against the site's dark page, 4.8 to 1 against GitHub's: text is large."""
 
 CHEAP, COSTLY = (0.56, 0.74, 0.98), (0.14, 0.36, 0.80)
 """Colours of a bar of no cost and of the costliest."""
