@@ -86,5 +86,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
         if not isinstance(error, BalanceError | OSError):
             message = f"a value is beyond what is computed with ({type(error).__name__}: {error}); --debug shows where."
-        print(f"megatron-balance: {in_a_line(message, most=1900)}", file=sys.stderr)
+        print(f"megatron-balance: {in_a_line(message, length=1900)}", file=sys.stderr)
         return 2

@@ -157,7 +157,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     else:
         assert rows is not None
         batches = batches_of_rows(args, stock=rows, topology=topology, limits=limits)
-        has_more = rows.rows.counts.size > max(MAX_SAMPLES // args.global_batch_size, 1) * args.global_batch_size
+        has_more = rows.counts.size > max(MAX_SAMPLES // args.global_batch_size, 1) * args.global_batch_size
         words = STOCKS[kind].format(args.seq_length)
         if rows.num_cut:
             reasons.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")

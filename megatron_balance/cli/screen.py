@@ -18,10 +18,10 @@ def printable(text: str) -> str:
     return "".join(char if char == "\n" or char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def in_a_line(text: str, *, most: int = 400) -> str:
+def in_a_line(text: str, *, length: int = 400) -> str:
     """The text of a file or of a library as part of a line, of bounded length."""
-    line = " ".join(printable(text[: 2 * most]).split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+    line = " ".join(printable(text[: 2 * length]).split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def _rich(stream: TextIO) -> Any:

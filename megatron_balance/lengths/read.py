@@ -1,7 +1,7 @@
 """Reads sample lengths from a file, block by block, and no further than asked: a file may be larger than memory.
 
-Every reader yields blocks of raw values, in the order of training, with the place each came from; one check then turns
-them into int64, so that a wrong value is named by file, line and value in every format.
+Every reader yields blocks of raw values, in the order of training, with the place that each came from; a check then
+turns them into int64, so that a wrong value is named by file, line and value in every format.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.lengths.rows import MAX_LENGTHS, Rows
 
 MAX_LENGTH = 2**31 - 1
 """Longest sample, tokens: cu_seqlens are int32."""
-
-MAX_LENGTHS = 2**25
-"""Most lengths that are read, whatever a header claims or a small file unpacks to: some 300 MB."""
 
 MAX_LINE = 2**26
 """Longest line of a text, bytes."""
@@ -43,26 +41,8 @@ Progress = Callable[[int], None]
 """Told how many rows are read."""
 
 
-class Rows(NamedTuple):
-    """Rows of a data set: `[num_sequences]` tokens of every sequence, and `[num_rows]` sequences of each row."""
-
-    lengths: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-    @classmethod
-    def of_samples(cls, lengths: NDArray[np.int64]) -> Rows:
-        """A row for each sample."""
-        return cls(lengths, np.ones(lengths.size, dtype=np.int64))
-
-    def taken(self, order: NDArray[np.int64]) -> Rows:
-        """Rows in another order."""
-        first, counts = (np.cumsum(self.counts) - self.counts)[order], self.counts[order]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return Rows(self.lengths[np.repeat(first, counts) + within], counts)
-
-
 class _Block(NamedTuple):
-    """Raw values of neighbouring rows, the place of the i-th row, and the values of each where not one."""
+    """Raw values of neighbouring rows, the place of the i-th row, and the number of values of each; None for 1."""
 
     values: NDArray[Any] | Sequence[object]
     place: Callable[[int], str]
@@ -70,14 +50,14 @@ class _Block(NamedTuple):
 
 
 def read_lengths(
-    path: str | Path, *, key: str | None = None, most: int | None = None, progress: Progress | None = None
+    path: str | Path, *, key: str | None = None, limit: int | None = None, progress: Progress | None = None
 ) -> NDArray[np.int64]:
     """The lengths of `read_rows`: `[num_sequences]` int64, tokens."""
-    return read_rows(path, key=key, most=most, progress=progress).lengths
+    return read_rows(path, key=key, limit=limit, progress=progress).lengths
 
 
 def read_rows(
-    path: str | Path, *, key: str | None = None, most: int | None = None, progress: Progress | None = None
+    path: str | Path, *, key: str | None = None, limit: int | None = None, progress: Progress | None = None
 ) -> Rows:
     """Read sample lengths, in file order.
 
@@ -88,7 +68,7 @@ def read_rows(
             are the documents of GPTDataset; `-`, the lines of the standard input.
         key: array, column or JSON field that holds the lengths, or lists of tokens that are counted. Without it
             `length`, `num_tokens` or `input_ids` is taken, or the only array or column there is.
-        most: rows to read; None for all of them, at most `MAX_LENGTHS`.
+        limit: rows to read; None for all of them, at most `MAX_LENGTHS`.
 
     Raises:
         BalanceError: the file is missing, empty, too long or of an unknown kind; columns are several and none is
@@ -97,22 +77,22 @@ def read_rows(
     file = Path(path)
     if not file.suffix and (index := file.with_name(f"{file.name}.idx")).is_file():
         file = index
-    packed = file.suffix.lower() == ".gz"
-    suffix = ".jsonl" if str(file) == "-" else Path(file.stem if packed else file.name).suffix.lower()
-    if suffix not in _READERS or (packed and suffix in _SEEKING):
+    is_gzip = file.suffix.lower() == ".gz"
+    suffix = ".jsonl" if str(file) == "-" else Path(file.stem if is_gzip else file.name).suffix.lower()
+    if suffix not in _READERS or (is_gzip and suffix in _SEEKING):
         raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
     if key is not None and suffix in (".npy", ".txt", ".idx"):
         raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
-    reader, what = _READERS[suffix]
+    reader, description = _READERS[suffix]
     try:
         if str(file) == "-":
-            return _collected(file, reader(file, sys.stdin.buffer, key), most=most, progress=progress)
-        with gzip.open(file) if packed else file.open("rb") as stream:
-            return _collected(file, reader(file, cast("BinaryIO", stream), key), most=most, progress=progress)
+            return _collect(file, reader(file, sys.stdin.buffer, key), limit=limit, progress=progress)
+        with gzip.open(file) if is_gzip else file.open("rb") as stream:
+            return _collect(file, reader(file, cast("BinaryIO", stream), key), limit=limit, progress=progress)
     except BalanceError:  # a ValueError that says enough
         raise
     except (gzip.BadGzipFile, zipfile.BadZipFile, *_WRONG_CONTENT) as error:
-        raise BalanceError(f"{file} is not {what}: {error}") from error
+        raise BalanceError(f"{file} is not {description}: {error}") from error
     except OSError as error:
         reason = error.strerror or error
         raise BalanceError(f"{file} cannot be read: {reason}; give a file of lengths, or synthetic:NAME.") from error
@@ -121,32 +101,30 @@ def read_rows(
 _WRONG_CONTENT = (ValueError, LookupError, EOFError, MemoryError, RuntimeError, SyntaxError, zlib.error, struct.error)
 
 
-def _collected(file: Path, blocks: Iterator[_Block], *, most: int | None, progress: Progress | None) -> Rows:
-    """The checked values of all blocks up to `most` rows."""
+def _collect(file: Path, blocks: Iterator[_Block], *, limit: int | None, progress: Progress | None) -> Rows:
+    """The checked values of all blocks up to `limit` rows."""
     parts: list[NDArray[np.int64]] = []
     counts: list[NDArray[np.int64]] = []
-    total = 0
+    num_rows = 0
     for block in blocks:
         values = _checked(file, block)
-        of_rows = np.ones(len(values), np.int64) if block.counts is None else np.array(block.counts, np.int64)
-        if most is not None:
-            of_rows = of_rows[: most - total]
-        parts.append(values[: of_rows.sum()])
-        counts.append(of_rows)
-        total += of_rows.size
-        if max(total, sum(map(len, parts[-1:]))) > MAX_LENGTHS:
+        block_counts = np.ones(len(values), np.int64) if block.counts is None else np.array(block.counts, np.int64)
+        counts.append(block_counts[: None if limit is None else limit - num_rows])
+        parts.append(values[: counts[-1].sum()])
+        num_rows += counts[-1].size
+        if max(num_rows, parts[-1].size) > MAX_LENGTHS:
             raise BalanceError(f"{file} holds more than {MAX_LENGTHS} lengths: leave out --shuffle, or give a part.")
         if progress is not None:
-            progress(total)
-        if total == most:
+            progress(num_rows)
+        if num_rows == limit:
             break
-    if not total:
+    if not num_rows:
         raise BalanceError(f"{file} holds no lengths; it needs at least one sample.")
     return Rows(np.concatenate(parts), np.concatenate(counts))
 
 
 def _checked(file: Path, block: _Block) -> NDArray[np.int64]:
-    """Raw values as int64; raises at the first that is no length."""
+    """Raw values as int64; a BalanceError names the first that is not a length."""
     raw = block.values
     if isinstance(raw, np.ndarray):
         values = raw
@@ -171,58 +149,58 @@ def _checked(file: Path, block: _Block) -> NDArray[np.int64]:
 
 
 def _number(value: object) -> float:
-    """A value of a text; NaN where it is no number."""
+    """A value of a text; NaN where it is not a number."""
     with contextlib.suppress(OverflowError, TypeError, ValueError):
         return math.nan if isinstance(value, bool) else float(cast("Any", value))
     return math.nan
 
 
-def _choose(names: Sequence[str], *, where: str, key: str | None, what: str) -> str:
+def _choose(names: Sequence[str], *, source: str, key: str | None, kind: str) -> str:
     """The name that holds the lengths among those of an archive, a table or a record."""
     listed = ", ".join(names[:9]) + (", …" if len(names) > 9 else "") or "none"
     if key is not None and key not in names:
-        raise BalanceError(f"{where} has no {what} {key!r} (--key); it has {listed}.")
-    wanted = DEFAULT_KEYS if key is None else (key,)
-    chosen = [name for name in wanted if name in names] or (list(names) if len(names) == 1 and what != "field" else [])
-    if not chosen:
+        raise BalanceError(f"{source} has no {kind} {key!r} (--key); it has {listed}.")
+    matches = [name for name in (DEFAULT_KEYS if key is None else (key,)) if name in names]
+    if not matches and len(names) == 1 and kind != "field":
+        return names[0]
+    if not matches:
         missing = " or ".join(map(repr, DEFAULT_KEYS))
-        raise BalanceError(f"{where} has no {what} {missing}, but {listed}; name the lengths with --key.")
-    return chosen[0]
+        raise BalanceError(f"{source} has no {kind} {missing}, but {listed}; name the lengths with --key.")
+    return matches[0]
 
 
-def _read_npy(file: Path, stream: BinaryIO, _: str | None, where: str = "index {}") -> Iterator[_Block]:
+def _read_npy(file: Path, stream: BinaryIO, _: str | None, place: str = "index {}") -> Iterator[_Block]:
     # By blocks no memory is taken for what the header claims; pickled objects, which can run code, are refused.
     header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     shape, _order, dtype = header[np.lib.format.read_magic(stream)](stream)
     if dtype.kind not in "iuf" or len(shape) > 1:
         raise BalanceError(f"{file} holds {dtype} values of shape {list(shape)}; lengths are integers, [num_samples].")
-    left, first = math.prod(shape), 0
-    while left:
-        count = min(left, _BLOCK)
+    size = math.prod(shape)
+    for first in range(0, size, _BLOCK):
+        count = min(size - first, _BLOCK)
         values = np.frombuffer(stream.read(count * dtype.itemsize), dtype)
         if values.size < count:
-            raise ValueError(f"it holds {first + values.size} values, and its header claims {math.prod(shape)}")
-        yield _Block(values, lambda index, first=first: where.format(first + index))
-        left, first = left - count, first + count
+            raise ValueError(f"it holds {first + values.size} values, and its header claims {size}")
+        yield _Block(values, lambda index, first=first: place.format(first + index))
 
 
 def _read_npz(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
     with zipfile.ZipFile(stream) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
-        name = _choose(names, where=str(file), key=key, what="array")
+        name = _choose(names, source=str(file), key=key, kind="array")
         with archive.open(f"{name}.npy") as member:
             yield from _read_npy(file, cast("BinaryIO", member), None, f"array {name!r}, index {{}}")
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, list[str]]]:
     """Blocks of lines, each with the number of its first one."""
-    number, rest, at_end = 1, b"", False
+    number, tail, at_end = 1, b"", False
     while not at_end:
         chunk = stream.read(2**20)
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, tail = (tail + chunk).split(b"\n")
         if at_end := not chunk:
-            lines = [rest]
-        elif len(rest) > MAX_LINE:
+            lines = [tail]
+        elif len(tail) > MAX_LINE:
             raise ValueError(f"line {number + len(lines)} has more than {MAX_LINE} bytes")
         if number > MAX_LENGTHS:
             raise ValueError(f"it has more than {MAX_LENGTHS} lines")
@@ -234,35 +212,35 @@ def _lines(stream: BinaryIO) -> Iterator[tuple[int, list[str]]]:
 def _read_jsonl(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
     for number, lines in _lines(stream):
         numbers = [number + at for at, line in enumerate(lines) if line.strip()]
-        filled = [lines[at - number] for at in numbers]
+        texts = [lines[at - number] for at in numbers]
         rows: list[object] = []
         with contextlib.suppress(ValueError, RecursionError):  # at once, which is faster
-            rows = json.loads(f"[{','.join(filled)}]")
-        if len(rows) != len(filled):
-            rows = [_json_of(line, f"{file}, line {at}") for at, line in zip(numbers, filled, strict=True)]
+            rows = json.loads(f"[{','.join(texts)}]")
+        if len(rows) != len(texts):
+            rows = [_json_of(text, f"{file}, line {at}") for at, text in zip(numbers, texts, strict=True)]
         lists = [_lengths_of(row, f"{file}, line {at}", key) for at, row in zip(numbers, rows, strict=True)]
         values = list(chain.from_iterable(lists))
         yield _Block(values, lambda row, numbers=numbers: f"line {numbers[row]}", list(map(len, lists)))
 
 
-def _lengths_of(row: object, where: str, key: str | None) -> list[object]:
+def _lengths_of(row: object, source: str, key: str | None) -> list[object]:
     """Those of a row: a number, a list of them, or an object with either, or with tokens."""
     if isinstance(row, dict):
         fields = cast("dict[str, object]", row)
         name = key or next((name for name in DEFAULT_KEYS if name in fields), "")
         if name not in fields:
-            name = _choose(list(fields), where=where, key=key, what="field")
+            name = _choose(list(fields), source=source, key=key, kind="field")
         row = fields[name]
         if isinstance(row, list) and name not in DEFAULT_KEYS[:2]:
             return [len(cast("list[object]", row))]
     return cast("list[object]", row) if isinstance(row, list) else [row]
 
 
-def _json_of(line: str, where: str) -> object:
+def _json_of(text: str, source: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BalanceError(f"{where} is not JSON: {error}. Write one value a line.") from error
+        raise BalanceError(f"{source} is not JSON: {error}. Write one value a line.") from error
 
 
 def _read_parquet(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
@@ -272,7 +250,7 @@ def _read_parquet(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Bl
         raise BalanceError(f"{file}: reading parquet needs pyarrow; pip install '.[report]' in a clone.") from error
     with parquet.ParquetFile(stream) as table:
         schema, first = table.schema_arrow, 0
-        name = _choose(list(schema.names), where=str(file), key=key, what="column")
+        name = _choose(list(schema.names), source=str(file), key=key, kind="column")
         is_list = hasattr(schema.field(name).type, "value_type") and "list" in str(schema.field(name).type)
         for batch in table.iter_batches(batch_size=2**10 if is_list else _BLOCK, columns=[name]):
             column = batch.column(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import CostModel
-from megatron_balance.lengths import MEGATRON_SEED, StockRows, read_rows, stock_rows
+from megatron_balance.lengths import MEGATRON_SEED, Rows, read_rows, stock_rows
 from megatron_balance.planner import Problem
 from megatron_balance.record import StepRecord
 from megatron_balance.topology import Limits, Topology
@@ -54,15 +54,15 @@ def figures(rows: list[tuple[int, list[int]]]) -> np.ndarray:
     return np.array([len(rows), tokens, tokens - sum(real for real, _ in rows), squares])
 
 
-def of_compare(stock: StockRows, *, cp_size: int = 1) -> np.ndarray:
+def of_compare(stock: Rows, *, cp_size: int = 1) -> np.ndarray:
     """The same by the step that `compare` judges as stock."""
-    rows = np.repeat(np.arange(stock.rows.counts.size), stock.rows.counts)
+    rows = np.repeat(np.arange(stock.counts.size), stock.counts)
     shared = {
         "cost_model": CostModel(quadratic=1),
         "topology": Topology(1, cp_size=cp_size),
         "limits": Limits(SEQ_LENGTH),
     }
-    problem = Problem.of(stock.rows.lengths, home_ranks=np.zeros_like(rows), **shared)
+    problem = Problem.of(stock.lengths, home_ranks=np.zeros_like(rows), **shared)
     plan = {"microbatch_of": np.zeros_like(rows), "cp_size_grid": np.full((1, 1), cp_size)}
     step = StepRecord(**vars(problem), **plan, iteration=1, rows=rows, row_tokens=stock.row_tokens).stock()
     assert step.num_segments is not None
@@ -88,10 +88,10 @@ def test_joined_documents_are_those_of_gptdataset(tmp_path: Path, masked: bool) 
         sequences = torch.unique_consecutive(entry["cu_seqlens"]).diff().tolist() if masked else [len(entry["tokens"])]
         rows.append((real, sequences))
     kind = "masked-documents" if masked else "documents"
-    ours = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, most=10**6)
+    ours = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=10**6)
     assert of_compare(ours) == pytest.approx(figures(rows), rel=1e-9)
     if masked:  # the rows themselves, in the order of training
-        first = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, most=3).rows
+        first = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=3)
         assert first.lengths.tolist() == [length for _, sequences in rows[:3] for length in sequences]
 
 
@@ -117,7 +117,7 @@ def test_filled_rows_are_those_of_sftdataset(tmp_path: Path, most: int, cp_size:
         read_rows(file),
         kind="packed" if most > 1 else "padded",
         seq_length=SEQ_LENGTH,
-        most=10**6,
+        limit=10**6,
         multiple=2 * cp_size if cp_size > 1 else 1,
     )
     assert of_compare(ours, cp_size=cp_size) == pytest.approx(figures(rows), rel=1e-9)

@@ -97,7 +97,7 @@ def test_rows_lists_of_tokens_and_packed_files(tmp_path: Path) -> None:
         file = write(tmp_path / name, CONTENTS[file_suffix := name[7:]])
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(file.read_bytes()))
         assert read_lengths(tmp_path / f"{name}.gz").tolist() == LENGTHS, file_suffix
-        assert read_lengths(file, most=3).tolist() == LENGTHS[:3]
+        assert read_lengths(file, limit=3).tolist() == LENGTHS[:3]
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(
         pytest.importorskip("pyarrow").table({"input_ids": [[1, 2], [], [3]]}), tmp_path / "ids.parquet"
