@@ -131,7 +131,7 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
         slots=held[chosen] + first_slot,
         tokens=tokens.ravel()[held[chosen]],
         microbatch_of=slots + first_slot,
-        core=attention.exact_costs(padded).astype(np.float64) / size_of,
+        core=attention.local_cost(padded).astype(np.float64) / size_of,
         received=padded * (size_of - 1) / size_of,
     )
 

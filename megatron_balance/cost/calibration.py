@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,14 @@ class Calibration:
         if ep_size == 1:
             costs = replace(costs, linear=costs.linear + costs.expert_linear, expert_linear=0)
         values: dict[str, Any] = {
-            name: round(share * cost) for name, cost in vars(costs).items() if name not in ("windows", "per_microbatch")
+            name: round(share * cost) for name, cost in costs.coefficients().items() if name != "per_microbatch"
         }
         return replace(costs, **values, windows=tuple((window, round(share * cost)) for window, cost in costs.windows))
 
     def write(self, path: Path) -> None:
         """Write seconds.json."""
-        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
+        costs = self.costs.coefficients() | {"windows": self.costs.windows}
+        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": costs}
         path.write_text(json.dumps(content | {"origin": dict(self.origin)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -89,7 +90,7 @@ class Calibration:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"it is of the format {content['format']!r}")
-            return cls(CostModel(**content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
+            return cls(CostModel.from_dict(content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
         except (ArithmeticError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read as {FORMAT!r}: {error}. Make it with this version's "

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -24,7 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError, check_integer
-from megatron_balance.model.flops import causal_pairs, fwd_flops_by_part, image_flops
+from megatron_balance.model.flops import (
+    Chunk,
+    FlopsPolynomial,
+    causal_pairs,
+    fwd_flops_by_part,
+    image_flops,
+    whole_model,
+)
+from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 
 MICROBATCH_TOKENS = 128
@@ -36,18 +45,72 @@ MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a few of them never exceeds int64."""
 
 
-@dataclass(frozen=True)
-class SampleCosts:
-    """`[num_samples]` int64 costs of a global batch in units of `2**shift`, which keeps their sum below 2**62.
+STAGE_BITS = 10
+"""Costs by kind of chunk are in units of 2**-10, so that 1.55 times a cost of one a token is told from 2."""
 
-    `costs` are of the sample's own rank, `expert_costs` shared by its expert-parallel group, and `image_costs` of the
-    encoder for all its images.
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The chunks of the stages of a pipeline, where they do not cost the same.
+
+    Attributes:
+        kinds: `[pp_size][vpp_size]` the kind of each chunk.
+        costs: `[num_kinds]` what a chunk of this kind costs; only the proportions count, of each coefficient by itself.
+
+    Raises:
+        BalanceError: the table is no table, or names a kind that has no cost.
     """
 
-    costs: NDArray[np.int64]
-    expert_costs: NDArray[np.int64]
-    image_costs: NDArray[np.int64]
-    shift: int
+    kinds: tuple[tuple[int, ...], ...]
+    costs: tuple[CostModel, ...]
+
+    def __post_init__(self) -> None:
+        if len({len(stage) for stage in self.kinds}) != 1 or set().union(*self.kinds) != set(range(len(self.costs))):
+            raise BalanceError(
+                f"StageCosts.kinds is {self.kinds} for {len(self.costs)} costs: it must have as many chunks on every "
+                "stage, and every kind must occur."
+            )
+
+    def kinds_of(self, whole: CostModel) -> tuple[CostModel, ...]:
+        """For each kind what `whole` would cost if all its chunks were of this kind, in units of 2**-STAGE_BITS."""
+        chunks = [self.costs[kind] for stage in self.kinds for kind in stage]
+
+        def part(value: int, share: int, total: int) -> int:
+            scaled = value << STAGE_BITS  # half a unit is rounded up
+            return (2 * scaled * len(chunks) * share + total) // (2 * total) if total else scaled
+
+        result: list[CostModel] = []
+        for kind in self.costs:
+            terms = {
+                name: part(value, getattr(kind, name), sum(getattr(chunk, name) for chunk in chunks))
+                for name, value in whole.coefficients().items()
+            }
+            cores = [dict(chunk.windows) for chunk in chunks]
+            windows = tuple(
+                (window, part(cost, dict(kind.windows).get(window, 0), sum(core.get(window, 0) for core in cores)))
+                for window, cost in whole.windows
+            )
+            is_free = not any((*terms.values(), *(cost for _, cost in windows)))
+            if is_free:
+                terms["per_microbatch"] = 1
+            result.append(replace(whole, **terms, windows=windows, stages=None))
+        return tuple(result)
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """int64 costs of a global batch in units of `2**shift`, which keeps the sum of each row below 2**62.
+
+    They have a row for each kind of chunk (`CostModel.stages`), as if all chunks were of this kind; one row without.
+    `costs` are of the sample's own rank, `expert_costs` shared by its expert-parallel group, `image_costs` of the
+    encoder for all its images, and `per_microbatch` the fixed cost of a micro-batch.
+    """
+
+    costs: NDArray[np.int64]  # [num_kinds, num_samples]
+    expert_costs: NDArray[np.int64]  # [num_kinds, num_samples]
+    image_costs: NDArray[np.int64]  # [num_kinds, num_samples], or [num_kinds, 0] without images
+    per_microbatch: NDArray[np.int64]  # [num_kinds]
+    shift: int  # negative where kinds are told apart by fractions of a unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +129,7 @@ class CostModel:
         cp_received: the same summed over all ranks, where the same number of them shares every sample.
         image_linear: cost per patch of an image in the vision encoder and the projector.
         image_quadratic: cost per squared patch of an image.
+        stages: the parts that pipeline stages take; None where all take the same.
 
     Raises:
         BalanceError: a coefficient is negative or not an integer, or all are zero.
@@ -84,9 +148,10 @@ class CostModel:
     cp_received: int = 0
     image_linear: int = 0
     image_quadratic: int = 0
+    stages: StageCosts | None = None
 
     def __post_init__(self) -> None:
-        costs = {name: value for name, value in vars(self).items() if name != "windows"}
+        costs = self.coefficients()
         for name, value in costs.items():
             object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, least=0))
         windows = tuple(
@@ -99,6 +164,19 @@ class CostModel:
         object.__setattr__(self, "windows", windows)
         if not any((*costs.values(), *(cost for _, cost in windows))):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
+
+    def coefficients(self) -> dict[str, int]:
+        """All but those of windows, by name."""
+        return {name: value for name, value in vars(self).items() if name not in ("windows", "stages")}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
+        """The model whose `dataclasses.asdict` a record or a file holds."""
+        model = cls(**{name: value for name, value in values.items() if name != "stages"})
+        if (stages := values.get("stages")) is None:
+            return model
+        costs = tuple(cls.from_dict(cost) for cost in stages["costs"])
+        return replace(model, stages=StageCosts(tuple(tuple(map(int, stage)) for stage in stages["kinds"]), costs))
 
     @classmethod
     def tokens(cls) -> CostModel:
@@ -113,6 +191,7 @@ class CostModel:
         ep_size: int = 1,
         frozen_encoder: bool = False,
         pack_tokens: int = 0,
+        layout: PipelineLayout | None = None,
         linear_tflops: float = 1.0,
         attention_tflops: float = 1.0,
     ) -> CostModel:
@@ -130,6 +209,7 @@ class CostModel:
             frozen_encoder: the vision encoder is not trained.
             pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
                 that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
+            layout: the chunks of the pipeline's stages, whose parts become `stages`; None for equal parts.
             linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s of one GPU in training.
             attention_tflops: rate of the attention core, causal, whose backward pass is 2.5 times its forward.
 
@@ -139,36 +219,21 @@ class CostModel:
         for name, rate in (("linear_tflops", linear_tflops), ("attention_tflops", attention_tflops)):
             if not 0 < rate < math.inf:
                 raise BalanceError(f"CostModel.from_shape: {name} is {rate!r}: give a finite rate above 0.")
-        slowdown, unfused = Fraction(linear_tflops) / Fraction(attention_tflops), pack_tokens and not shape.dsa_fused
-        gemm, loss = 3 - (shape.lora_rank > 0), shape.dsa_indexer_loss
-        # How often a GEMM runs, and half of an attention core: twice forward, five times backward.
-        passes = {"dsa_indexer": (1 + loss, 2 + 4 * loss), "dsa_target": (0, 2)}  # the indexer's input is detached
-        linear = expert_linear = 0
-        halves: Counter[int] = Counter()  # of cores, by window; 0 where there is none
-        for part, flops in fwd_flops_by_part(shape).items():
-            of_gemms, of_halves = passes.get(part, (gemm, 7))
-            linear += of_gemms * flops.linear
-            expert_linear += of_gemms * flops.expert_linear
-            cores = {0: flops.quadratic, **dict(flops.windows)}
-            if unfused and part.startswith("dsa"):
-                # All pairs, the masked half included, forward and twice backward where there is a gradient.
-                linear += (3 if part == "dsa" else of_halves // 2) * 2 * sum(cores.values()) * pack_tokens
-            else:
-                halves.update({window: of_halves * coefficient for window, coefficient in cores.items()})
+        slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
 
-        def core(halves: int) -> int:
-            return math.ceil(Fraction(halves, 2) * slowdown)
+        def cost(chunk: Chunk) -> CostModel:
+            terms = _training_flops(shape, chunk, slowdown=slowdown, pack_tokens=pack_tokens, frozen=frozen_encoder)
+            if ep_size == 1:
+                terms["linear"] += terms.pop("expert_linear")
+            return cls(**terms) if any(terms.values()) else cls(per_microbatch=1)  # an embedding alone counts nothing
 
-        of_image = image_flops(shape)
-        return cls(
-            linear=linear if ep_size > 1 else linear + expert_linear,
-            per_microbatch=MICROBATCH_TOKENS * (linear + expert_linear),
-            quadratic=core(halves.pop(0, 0)),
-            expert_linear=expert_linear if ep_size > 1 else 0,
-            windows=tuple((window, core(coefficient)) for window, coefficient in sorted(halves.items())),
-            image_linear=(1 if frozen_encoder else 3) * of_image.linear,
-            image_quadratic=core((2 if frozen_encoder else 7) * of_image.quadratic),
-        )
+        model = cost(whole_model(shape))
+        if layout is None:
+            return model
+        costs = [cost(chunk) for chunk in layout.chunks(shape)]
+        kinds = list(dict.fromkeys(costs))
+        table = tuple(tuple(map(kinds.index, costs[stage :: layout.pp_size])) for stage in range(layout.pp_size))
+        return replace(model, stages=StageCosts(table, tuple(kinds)))
 
     def summed_over_cp(self, cp_size: int) -> CostModel:
         """Costs of samples that `cp_size` ranks share, summed over these ranks.
@@ -191,18 +256,50 @@ class CostModel:
         )
 
     def __call__(self, length: int) -> int:
-        """Cost of one sample of `length` tokens on its own rank, unscaled, exact."""
-        return int(self.exact_costs(np.array([length], dtype=object))[0])
+        """The total cost of one sample of `length` tokens, unscaled, exact."""
+        return self.total_cost(length)
 
-    def exact_costs(self, lengths: NDArray[Any]) -> NDArray[Any]:
-        """Of each length as in a call: int64, or Python's integers where these do not fit. `[num_lengths]`"""
-        longest = int(lengths.max(initial=0))
+    def total_cost(self, lengths: Any) -> Any:
+        """Cost of samples with the work of routed experts; `lengths` as for `local_cost`.
+
+        Example:
+            >>> CostModel(linear=2, expert_linear=3).total_cost(10)
+            50
+        """
+        return replace(self, linear=self.linear + self.expert_linear).local_cost(lengths)
+
+    def local_cost(self, lengths: Any) -> Any:
+        """Cost of samples on their own ranks: without the work of routed experts that a group shares (`expert_linear`).
+
+        Args:
+            lengths: tokens of a sample, or an array of them.
+
+        Returns:
+            An integer, or an array of the same shape: int64, or Python's integers where these do not fit.
+
+        Example:
+            >>> CostModel(linear=2, expert_linear=3).local_cost(np.array([10, 20])).tolist()
+            [20, 40]
+        """
+        tokens = np.asarray(lengths)
+        longest = int(tokens.max(initial=0))
         squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
         most = ((squares * longest) + self.linear + self.cp_received) * max(longest, 1)
-        exact: NDArray[Any] = lengths if most < MAX_TOTAL_COST else lengths.astype(object)
+        exact: NDArray[Any] = tokens if most < MAX_TOTAL_COST else tokens.astype(object)
         in_windows = sum(coefficient * causal_pairs(exact, window=window) for window, coefficient in self.windows)
         attention = self.quadratic * exact * exact + in_windows
-        return self.linear * exact + np.maximum(attention, self.cp_received * exact)
+        costs = self.linear * exact + np.maximum(attention, self.cp_received * exact)
+        return costs if tokens.ndim else int(costs)
+
+    def of_each_kind(self) -> tuple[CostModel, ...]:
+        """What the model would cost if all its chunks were of each kind, in units of 1/1024; itself without `stages`.
+
+        Example:
+            >>> kinds = (CostModel(linear=1), CostModel(linear=3))
+            >>> [cost(10) for cost in CostModel(linear=7, stages=StageCosts(((0,), (1,)), kinds)).of_each_kind()]
+            [35840, 107520]
+        """
+        return (self,) if self.stages is None else self.stages.kinds_of(self)
 
     def sample_costs(
         self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None
@@ -212,16 +309,64 @@ class CostModel:
         `image_patches`: `[num_samples, 2]` int64, the sums of patches and of squared patches over a sample's images.
         """
         unique, inverse = np.unique(lengths, return_inverse=True)
-        own = self.exact_costs(unique).tolist()  # Python's integers from here on: a sum passes int64 sooner
-        expert = [self.expert_linear * length for length in unique.tolist()]
+        counts, kinds = np.bincount(inverse).tolist(), self.of_each_kind()
         sums: list[list[int]] = [] if image_patches is None else image_patches.tolist()
-        images = [self.image_linear * patches + self.image_quadratic * squares for patches, squares in sums]
-        total = self.per_microbatch * lengths.size + sum(images)
-        total += sum(map(operator.mul, np.bincount(inverse).tolist(), map(operator.add, own, expert)))
+        # Python's integers: a sum passes int64 sooner.
+        local = [kind.local_cost(unique).tolist() for kind in kinds]
+        expert = [[kind.expert_linear * length for length in unique.tolist()] for kind in kinds]
+        images = [
+            [kind.image_linear * first + kind.image_quadratic * second for first, second in sums] for kind in kinds
+        ]
+        launches = [kind.per_microbatch for kind in kinds]
+        total = max(
+            launch * lengths.size + sum(image) + sum(map(operator.mul, counts, map(operator.add, own, shared)))
+            for launch, image, own, shared in zip(launches, images, local, expert, strict=True)
+        )
         # One bit is left for the ones that rounding up below may add.
         shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
-        def scaled(values: list[int]) -> NDArray[np.int64]:
-            return np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
+        def scaled(rows: list[list[int]]) -> NDArray[np.int64]:
+            return np.array([[max(value >> shift, 1) if value else 0 for value in row] for row in rows], dtype=np.int64)
 
-        return SampleCosts(scaled(own)[inverse], scaled(expert)[inverse], scaled(images), shift)
+        return SampleCosts(
+            scaled(local)[:, inverse],
+            scaled(expert)[:, inverse],
+            scaled(images),
+            scaled([launches])[0],
+            shift - (STAGE_BITS if self.stages else 0),
+        )
+
+
+def _training_flops(
+    shape: ModelShape, chunk: Chunk, *, slowdown: Fraction, pack_tokens: int, frozen: bool
+) -> dict[str, Any]:
+    """Coefficients of a chunk of the model: FLOPs, those of attention times `slowdown`."""
+    unfused, loss = pack_tokens and not shape.dsa_fused, shape.dsa_indexer_loss
+    # How often a GEMM runs, and half of an attention core: twice forward, five times backward.
+    passes = {"dsa_indexer": (1 + loss, 2 + 4 * loss), "dsa_target": (0, 2)}  # the indexer's input is detached
+    linear = expert_linear = 0
+    halves: Counter[int] = Counter()  # of cores, by window; 0 where there is none
+    for part, flops in fwd_flops_by_part(shape, chunk).items():
+        gemm_passes, core_halves = passes.get(part, (3 - (shape.lora_rank > 0), 7))
+        linear += gemm_passes * flops.linear
+        expert_linear += gemm_passes * flops.expert_linear
+        cores = {0: flops.quadratic, **dict(flops.windows)}
+        if unfused and part.startswith("dsa"):
+            # All pairs, the masked half included, forward and twice backward where there is a gradient.
+            linear += (3 if part == "dsa" else core_halves // 2) * 2 * sum(cores.values()) * pack_tokens
+        else:
+            halves.update({window: core_halves * coefficient for window, coefficient in cores.items()})
+
+    def core(halves: int) -> int:
+        return math.ceil(Fraction(halves, 2) * slowdown)
+
+    image = image_flops(shape) if chunk.has_encoder else FlopsPolynomial()
+    return {
+        "linear": linear,
+        "per_microbatch": MICROBATCH_TOKENS * (linear + expert_linear),
+        "quadratic": core(halves.pop(0, 0)),
+        "expert_linear": expert_linear,
+        "windows": tuple((window, core(coefficient)) for window, coefficient in sorted(halves.items())),
+        "image_linear": (1 if frozen else 3) * image.linear,
+        "image_quadratic": core((2 if frozen else 7) * image.quadratic),
+    }

@@ -32,6 +32,22 @@ class Layer:
     window: int = 0
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """What a model chunk of a pipeline stage runs: decoder and MTP layers, projections of MTP depths, output layers."""
+
+    layers: tuple[Layer, ...]
+    mtp_projections: int = 0
+    output_layers: int = 0
+    has_encoder: bool = False
+
+
+def whole_model(shape: ModelShape) -> Chunk:
+    """All layers of a model, its ends and the encoder of its images. The output layer runs once more per depth."""
+    depths = shape.mtp_num_layers
+    return Chunk(shape.layers(), depths, 1 + depths, has_encoder=True)
+
+
 def hybrid_parts(pattern: str) -> list[str]:
     """Symbols of the layers of a hybrid model's decoder, then those of each multi-token-prediction depth."""
     main, *depths = pattern.replace("|", "").split("/")
@@ -167,13 +183,13 @@ def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
     return sum(fwd_flops_by_part(shape).values(), FlopsPolynomial())
 
 
-def fwd_flops_by_part(shape: ModelShape) -> dict[str, FlopsPolynomial]:
-    """Forward FLOPs by kind of layer, summed over layers; `lm_head` runs once more per depth."""
+def fwd_flops_by_part(shape: ModelShape, chunk: Chunk | None = None) -> dict[str, FlopsPolynomial]:
+    """Forward FLOPs by kind of layer, summed over layers; of a chunk, or of the whole model."""
     parts: dict[str, FlopsPolynomial] = {}
-    for part, work in _works(shape):
+    for part, work in _works(shape, chunk or whole_model(shape)):
         windows = ((work.window, work.quadratic),) if work.window else ()
-        of_experts = 2 * shape.moe_router_topk * work.expert_weights
-        flops = FlopsPolynomial(2 * work.weights + work.state, 0 if windows else work.quadratic, of_experts, windows)
+        experts = 2 * shape.moe_router_topk * work.expert_weights
+        flops = FlopsPolynomial(2 * work.weights + work.state, 0 if windows else work.quadratic, experts, windows)
         parts[part] = parts.get(part, FlopsPolynomial()) + flops
     return parts
 
@@ -189,19 +205,19 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
         8190
     """
     ends = (1 if tied else 2) * shape.hidden_size * shape.padded_vocab_size  # for all depths of multi-token prediction
-    layers = [work for part, work in _works(shape) if part != "lm_head"]
+    layers = [work for part, work in _works(shape, whole_model(shape)) if part != "lm_head"]
     return ends + sum(work.weights + shape.num_experts * work.expert_weights for work in layers)
 
 
-def _works(shape: ModelShape) -> Iterable[tuple[str, Work]]:
-    """All layers and ends of the model, by part."""
-    for layer in shape.layers():
+def _works(shape: ModelShape, chunk: Chunk) -> Iterable[tuple[str, Work]]:
+    """All layers and ends of a chunk, by part."""
+    for layer in chunk.layers:
         for part, work_of in (_PARTS[layer.mixer] | _PARTS[layer.mlp]).items():
             work = work_of(shape)
             yield part, replace(work, window=layer.window) if layer.window and part == layer.mixer else work
-    h, depths = shape.hidden_size, shape.mtp_num_layers
-    yield from [("mtp_projection", Work(2 * h * h))] * depths  # a depth joins hidden state and embedding
-    yield from [("lm_head", Work(h * shape.padded_vocab_size))] * (1 + depths)
+    h = shape.hidden_size
+    yield from [("mtp_projection", Work(2 * h * h))] * chunk.mtp_projections  # a depth joins hidden state and embedding
+    yield from [("lm_head", Work(h * shape.padded_vocab_size))] * chunk.output_layers
 
 
 def _attention(shape: ModelShape) -> Work:

@@ -245,8 +245,10 @@ def make_batch(problem: Problem) -> Batch:
             f"do not divide dp_size {topology.dp_size}."
         )
     padded = topology.padded_seq_len(problem.segments)
-    scaled = cost_model.sample_costs(padded, image_patches=None if images is None else images.sums)
-    columns = (scaled.costs, scaled.expert_costs, padded)
+    scaled = replace(cost_model, stages=None).sample_costs(
+        padded, image_patches=None if images is None else images.sums
+    )
+    columns = (scaled.costs[0], scaled.expert_costs[0], padded)
     own, shared, tokens = (sum_segments(column, num_segments=problem.num_segments) for column in columns)
     if expert_span == 1:
         # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
@@ -255,11 +257,10 @@ def make_batch(problem: Problem) -> Batch:
     where = waiting(problem.objective, topology=topology)
     if images is not None:
         meets_between = where.in_slots and where.span > 1 and not where.is_makespan
-        costs = np.stack([scaled.image_costs, own]) if meets_between else (own + scaled.image_costs)[None]
+        costs = np.stack([scaled.image_costs[0], own]) if meets_between else own + scaled.image_costs
     cap = limits.max_tokens_per_microbatch(topology)
     if cap is not None:
         cap = min(cap, max(int(tokens.sum()), 1))  # as good as none, and within int64
-    launch = cost_model.per_microbatch
     return Batch(
         costs,
         shared=shared,
@@ -268,7 +269,7 @@ def make_batch(problem: Problem) -> Batch:
         num_ranks=topology.dp_size,
         waiting=where,
         expert_span=expert_span,
-        launch=max(launch >> scaled.shift, 1) if launch else 0,
+        launch=int(scaled.per_microbatch[0]),
         multiple=topology.microbatch_multiple,
         shift=scaled.shift,
     )

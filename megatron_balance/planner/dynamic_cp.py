@@ -211,7 +211,7 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
         cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
     unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
     padded = [topology.with_cp_size(size).padded_seq_len(unique) for size in sizes]
-    own = [cost_model.summed_over_cp(size).exact_costs(of_size) for of_size, size in zip(padded, sizes, strict=True)]
+    own = [cost_model.summed_over_cp(size).local_cost(of_size) for of_size, size in zip(padded, sizes, strict=True)]
     shared = [of_size.astype(object) * per_token for of_size in padded]
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
     most = sum(cost * count for cost, count in zip((own[-1] + shared[-1]).tolist(), counts.tolist(), strict=True))

@@ -76,7 +76,7 @@ class RunInfo:
         return cls(
             topology=topology,
             limits=Limits(**line["limits"]),
-            cost_model=CostModel(**line["cost_model"]),
+            cost_model=CostModel.from_dict(line["cost_model"]),
             cost_name=str(line["cost_name"]),
             objective=resolve_objective(line["objective"], topology=topology),
             policy=str(line["policy"]),

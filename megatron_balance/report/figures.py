@@ -167,7 +167,7 @@ class RunFigures:
         model, ranks, known = info.cost_model, info.topology, ~np.isnan(policy.times)
         # Attention is weighed by its rate, and routed experts may be apart.
         per_token, steps = (1 - rate) * model.linear + model.expert_linear, self.record.steps
-        costs = [rate * float(model.exact_costs(step.segments).sum()) for step in steps]
+        costs = [rate * float(model.local_cost(step.segments).sum()) for step in steps]
         flops = np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
         return float(flops[known].sum() / (policy.times[known].sum() * ranks.num_gpus * peak * 1e12))
 

@@ -78,7 +78,7 @@ class Batch:
         """Cost of each sample on its own rank, images included."""
         experts = self.cost_model.expert_linear * (self.expert_span == 1)
         return [
-            self.cost_model(tokens) + experts * tokens + of_images
+            self.cost_model.local_cost(tokens) + experts * tokens + of_images
             for tokens, of_images in zip(self.tokens, self.images, strict=True)
         ]
 
@@ -198,7 +198,7 @@ class Batch:
         """Cost of a sample, summed over the `size` ranks that share it, without what expert-parallel groups share."""
         model, tokens = self.cost_model, self.padded(length, size)
         per_token = (model.linear + model.expert_linear * (self.expert_span == 1)) * tokens
-        attention = model(tokens) - model.linear * tokens
+        attention = model.local_cost(tokens) - model.linear * tokens
         received = model.cp_exchange * (size - 1) * tokens
         return per_token + max(attention, received)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from megatron_balance.cost import (
     profiles,
     resolve_cost,
 )
+from megatron_balance.cost.model import StageCosts
+from megatron_balance.model.layout import PipelineLayout
 
 coefficients = st.integers(0, 10**9)
 models = st.builds(
@@ -38,9 +41,10 @@ lengths = st.lists(st.integers(0, 10**6), min_size=1, max_size=30)
 def test_a_sample_by_hand() -> None:
     model = CostModel(linear=5, quadratic=2, expert_linear=3, windows=((4, 7),))
     # 10 tokens in a window of 4 are 1+2+3+4*7 pairs, twice.
-    assert model(10) == 5 * 10 + 2 * 100 + 7 * 2 * 34
-    assert model(4) == 5 * 4 + 2 * 16 + 7 * 16
-    assert model.sample_costs(np.array([10])).expert_costs.tolist() == [30]
+    assert model(10) == (5 + 3) * 10 + 2 * 100 + 7 * 2 * 34
+    assert model(4) == (5 + 3) * 4 + 2 * 16 + 7 * 16
+    assert model.sample_costs(np.array([10])).expert_costs.tolist() == [[30]]
+    assert (model.local_cost(10), model.total_cost(10)) == (model(10) - 30, model(10))
 
 
 @given(models, st.integers(0, 20000))
@@ -51,12 +55,13 @@ def test_a_longer_sample_never_costs_less(model: CostModel, length: int) -> None
 @given(models, lengths)
 def test_scaled_costs_keep_order_and_sum(model: CostModel, values: list[int]) -> None:
     scaled = model.sample_costs(np.array(values))
-    assert int(scaled.costs.sum()) + int(scaled.expert_costs.sum()) < MAX_TOTAL_COST
+    local, expert = scaled.costs[0], scaled.expert_costs[0]
+    assert int(local.sum()) + int(expert.sum()) < MAX_TOTAL_COST
     order = np.argsort(values, kind="stable")
-    assert (np.diff(scaled.costs[order]) >= 0).all()
-    assert (np.diff(scaled.expert_costs[order]) >= 0).all()
-    for length, cost in zip(values, scaled.costs.tolist(), strict=True):
-        assert cost == max(model(length) >> scaled.shift, min(model(length), 1))
+    assert (np.diff(local[order]) >= 0).all()
+    assert (np.diff(expert[order]) >= 0).all()
+    for length, cost in zip(values, local.tolist(), strict=True):
+        assert cost == max(model.local_cost(length) >> scaled.shift, min(model.local_cost(length), 1))
 
 
 def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
@@ -64,11 +69,11 @@ def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
     few, many = model.sample_costs(np.array([1, 1])), model.sample_costs(np.full(64, 2))
     assert few.shift == 0
     assert many.shift == 6
-    assert many.costs.tolist() == [2**54] * 64
+    assert many.costs.tolist() == [[2**54] * 64]
     # One token beside sixteen huge samples still costs something.
     lopsided = CostModel(quadratic=1).sample_costs(np.array([1] + [2**31] * 16))
     assert lopsided.shift > 0
-    assert lopsided.costs[0] == 1
+    assert lopsided.costs[0, 0] == 1
     assert int(lopsided.costs.sum()) < MAX_TOTAL_COST
 
 
@@ -134,6 +139,45 @@ def test_an_odd_core_is_rounded_up() -> None:
     shape = replace(DENSE, num_layers=1, **heads, **sizes)
     # QKᵀ on two channels and PV on one, half of each masked: 3 FLOPs, and 7/2 of that in training.
     assert CostModel.from_shape(shape).quadratic == 11
+
+
+# Stages of a pipeline ------------------------------------------------------------------------------------------------
+
+
+def test_the_kinds_of_chunks_of_a_pipeline_add_up_to_the_model() -> None:
+    windows = {"window_size": (15, 0), "window_attn_skip_freq": (1, 1, 0, 1, 1, 0)}
+    shape = replace(MOE, num_layers=6, mtp_num_layers=1, moe_layer_freq=(0, 0, 1, 1, 1, 1), **windows)
+    layout = PipelineLayout(2, (2, 1, 2, 1))  # two stages of two chunks: layers 0 1 | 2 | 3 4 | 5, MTP, output layers
+    for ep_size in (1, 8):
+        whole = CostModel.from_shape(shape, ep_size=ep_size)
+        model = CostModel.from_shape(shape, ep_size=ep_size, layout=layout)
+        assert replace(model, stages=None) == whole
+        assert model.stages is not None
+        table, kinds = model.stages.kinds, model.of_each_kind()
+        assert table == ((0, 2), (1, 3))
+        for name in ("linear", "expert_linear", "quadratic", "per_microbatch"):
+            total = sum(getattr(kinds[kind], name) for stage in table for kind in stage)
+            assert abs(total - 4 * 1024 * getattr(whole, name)) <= 2  # a kind is rounded by half a unit
+        assert [kind.expert_linear > 0 for kind in kinds] == [ep_size > 1 and has for has in (False, True, True, True)]
+        assert kinds[0].quadratic == kinds[2].quadratic == 0  # windows alone
+        head = (kinds[3].linear - 2 * kinds[1].linear) // 4096  # the last layer, that of MTP and both output layers
+        assert head == 3 * (2 * HEAD + 2 * 2 * 8 * 8)
+
+
+def test_costs_by_kind_are_scaled_together() -> None:
+    stages = StageCosts(((0,), (1,)), (CostModel(linear=1), CostModel(linear=3, quadratic=4)))
+    tokens = replace(CostModel.tokens(), stages=stages).sample_costs(np.array([1, 10]))
+    assert (tokens.costs.tolist(), tokens.shift) == ([[512, 5120], [1536, 15360]], -10)
+    huge = CostModel(linear=2**59, per_microbatch=2**60, stages=stages).sample_costs(np.full(64, 2))
+    assert huge.costs[1].tolist() == [3 * 2**59 * 2 >> 1 + huge.shift] * 64
+    assert huge.costs.sum(axis=1).max() < MAX_TOTAL_COST
+    assert huge.per_microbatch.tolist() == [2**60 >> huge.shift] * 2  # no chunk says how its launches differ
+    assert (
+        CostModel.from_dict(json.loads(json.dumps(asdict(replace(CALIBRATION.costs, stages=stages))))).stages == stages
+    )
+    for kinds in (((0,), (1, 1)), ((0, 0),), ((0, 1, 2),)):
+        with pytest.raises(BalanceError, match=r"StageCosts\.kinds"):
+            StageCosts(kinds, stages.costs)
 
 
 # Rates ---------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ def test_images_are_scaled_with_tokens() -> None:
     scaled = model.sample_costs(np.array([1, 1024]), image_patches=np.array([[2**14, 0], [1, 0]]))
     assert scaled.shift > 0
     assert int(scaled.costs.sum()) + int(scaled.image_costs.sum()) < MAX_TOTAL_COST
-    assert scaled.image_costs.tolist() == [2**64 >> scaled.shift, 2**50 >> scaled.shift]
-    assert scaled.costs.tolist() == [2**40 >> scaled.shift, 2**50 >> scaled.shift]
+    assert scaled.image_costs.tolist() == [[2**64 >> scaled.shift, 2**50 >> scaled.shift]]
+    assert scaled.costs.tolist() == [[2**40 >> scaled.shift, 2**50 >> scaled.shift]]
 
 
 def test_wrong_images_are_refused_by_name() -> None:
@@ -56,7 +56,7 @@ def image_cost(model: CostModel) -> int:
     """Of an image of 1,000 patches."""
     scaled = model.sample_costs(np.array([1]), image_patches=np.array([[1000, 1000**2]]))
     assert scaled.shift == 0
-    return int(scaled.image_costs[0])
+    return int(scaled.image_costs[0, 0])
 
 
 @pytest.mark.parametrize(("frozen", "gemms", "half_cores"), [(False, 3, 7), (True, 1, 2)])

@@ -181,7 +181,7 @@ def test_tokens_and_costs_of_packed_documents_are_sums_over_them(samples, topolo
     multiple = topology.token_multiple
     padded = [[-(-tokens // multiple) * multiple for tokens in one] for one in samples]
     assert schedule.padded_lengths.tolist() == [sum(one) for one in padded]
-    costs = [sum(SEGMENTED(tokens) + 5 * tokens for tokens in one) for one in padded]
+    costs = [sum(map(SEGMENTED, one)) for one in padded]
     assert sorted(sample for rank in schedule.ranks for ids in rank for sample in ids) == list(range(len(samples)))
     if topology.ep_size == 1:
         grid = [[sum(costs[sample] for sample in ids) for ids in slots] for slots in schedule.ranks]
