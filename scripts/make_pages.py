@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_balance.cli import build_parser
-from megatron_balance.mcore.options import CAUTIONS, OF_FLAGS, RULES, UNTRIED, Rule
 from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule
 
 _FLAGS = """\
 # Flags
@@ -26,8 +26,8 @@ They go among Megatron's own flags, in any order. Without one of them a run is s
 _OPTIONS = """\
 # Megatron's options
 
-Made from `megatron_balance/mcore/options` by `scripts/make_pages.py`. Where conditions stand side by side, all must
-hold; `/` is any of them.
+Made from `megatron_balance/mcore/setup/rules.txt` by `scripts/make_pages.py`. Where conditions stand side by
+side, all must hold; `/` is any of them.
 
 In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
 
@@ -44,7 +44,7 @@ def flags_page() -> str:
     """Every flag in training and of every command."""
     lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
     lines += ["What is refused, before anything is initialised:", ""]
-    lines += [f"- {_where(rule)}: {rule.says}" for rule in RULES if rule.subject == OF_FLAGS]
+    lines += [f"- {_where(rule)}: {rule.message}" for rule in RULES if rule.subject == FLAG_RULES]
     lines += ["", "What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
@@ -84,10 +84,10 @@ def options_page() -> str:
     """What becomes of Megatron's options that a rule names."""
     lines = [_OPTIONS]
     for subject, rules in itertools.groupby(RULES, key=lambda rule: rule.subject):
-        if subject != OF_FLAGS:
+        if subject != FLAG_RULES:
             title = subject if subject in (CAUTIONS, UNTRIED) else f"Refused: {subject.lower()}"
             lines += [f"## {title}", "", "| where | says |", "|---|---|"]
-            lines += [f"| {_cell(_where(rule))} | {_cell(rule.says)} |" for rule in rules] + [""]
+            lines += [f"| {_cell(_where(rule))} | {_cell(rule.message)} |" for rule in rules] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 

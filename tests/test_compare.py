@@ -174,8 +174,8 @@ def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_p
 def test_the_printed_command_passes_doctor(lengths_file: Path, tmp_path: Path) -> None:
     """Fault: what was advised lacked --calculate-per-token-loss, and doctor refused it."""
     pytest.importorskip("megatron.training")
-    from megatron_balance.mcore.options import problems
     from megatron_balance.mcore.setup.flags import parse_flags
+    from megatron_balance.mcore.setup.rules import problems
 
     model = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 8192 --micro-batch-size 1"
@@ -188,7 +188,7 @@ def test_the_printed_command_passes_doctor(lengths_file: Path, tmp_path: Path) -
         assert any(advice["command"] in sentence for sentence in advice["sentences"])
         own = f"--sft {model} --seq-length 8192 --global-batch-size 64 {flags}"
         own += " --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4" if ranks else ""
-        parsed, unknown = parse_flags(own.split(), of_megatron=True)
+        parsed, unknown = parse_flags(own.split(), with_megatron=True)
         assert (unknown, problems(vars(parsed))) == ([], [])
 
 

@@ -20,7 +20,7 @@ from drift.sources import open_sources
 
 from megatron_balance.hooking import Hook
 from megatron_balance.mcore import add_balance_args, hooks
-from megatron_balance.mcore.options import RULES
+from megatron_balance.mcore.setup.rules import RULES
 
 STOCK = {
     "up/__init__.py": "",
@@ -160,7 +160,7 @@ def test_every_option_is_in_a_rule_or_was_reviewed(options: set[str]) -> None:
     lines = REVIEWED.read_text("utf-8").splitlines()
     patterns = [name for line in lines if not line.startswith("#") for name in line.split()]
     left = [name for name in options - in_rules if not any(fnmatchcase(name, pattern) for pattern in patterns)]
-    assert not left, f"give them a rule (mcore/options/rules.txt), or add them to {REVIEWED.name}: {sorted(left)}"
+    assert not left, f"give them a rule (mcore/setup/rules.txt), or add them to {REVIEWED.name}: {sorted(left)}"
 
 
 def test_every_rule_is_of_an_option(options: set[str]) -> None:

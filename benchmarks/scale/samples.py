@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.lengths import read_lengths, synthetic_lengths
-from megatron_balance.mcore.setup.settings import Costs, Settings
+from megatron_balance.mcore.setup.settings import RunCosts, Settings
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
 
@@ -59,4 +59,4 @@ def item_of(length: int) -> dict[str, Tensor]:
 def planner_settings(num_ranks: int) -> Settings:
     """Ranks, cap and costs of a dense model that is balanced by FLOPs."""
     cost_model = CostModel.from_shape(ModelShape.preset(MODEL))
-    return Settings(topology=Topology(num_ranks), limits=Limits(CAP), costs=Costs(cost_model))
+    return Settings(topology=Topology(num_ranks), limits=Limits(CAP), costs=RunCosts(cost_model))

@@ -17,13 +17,13 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
-    ATTENTION_RATES,
     BETWEEN_NODES,
     WITHIN_NODE,
-    exchange_flops_per_token,
+    default_attention_rate,
     find_profile,
     find_shape,
     resolve_cost,
+    resolve_exchange,
 )
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
@@ -68,7 +68,7 @@ class Costs:
     @property
     def default_rate(self) -> float:
         """The rate that training takes without a flag, in bf16."""
-        return ATTENTION_RATES["moe" if self.shape is not None and self.shape.num_experts else "dense", "bf16"]
+        return default_attention_rate(None if self.shape is None else self.shape.num_experts)
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ class Costs:
         recorded = None if self.record is None or self.cost is not None or self.model is not None else self.record.info
         if recorded is None:
             cost_model = resolve_cost(
-                self.cost if name == "seconds" else name,
+                self.calibration or self.cost if name == "seconds" else name,
                 model=self.shape,
                 ep_size=topology.ep_size,
                 model_parallel_size=ranks_of_sample(topology),
@@ -127,16 +127,17 @@ class Costs:
         """`CostModel.cp_exchange` on these ranks; 0 if it is not known, or the cost is tokens."""
         if self.name == "tokens":
             return 0
-        known, tflops = 0, ASSUMED_TFLOPS if self.rates is None else self.rates[0]
-        if self.calibration is not None:  # FLOPs at the second rate are attoseconds
-            known = self.calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
-            tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
-        elif self.record is not None and self.model is None:
-            known = self.record.info.cost_model.cp_exchange
-        if known or self.shape is None:
-            return known
+        if self.calibration is None and self.record is not None and self.model is None:
+            return self.record.info.cost_model.cp_exchange
+        tflops = ASSUMED_TFLOPS if self.rates is None else self.rates[0]
         try:
-            return exchange_flops_per_token(self.shape, bytes_per_second=_link(topology)[0] * 1e9, tflops=tflops)
+            return resolve_exchange(
+                self.shape,
+                bytes_per_second=_link(topology)[0] * 1e9,
+                calibration=self.calibration,
+                tp_size=topology.tp_size,
+                tflops=tflops,
+            )[0]
         except BalanceError:  # it has layers that pass no keys and values around a ring
             return 0
 

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     def section(title: str, findings: Iterable[doctor.Finding]) -> None:
         print(f"\n{title}")
         for finding in findings:
-            says = " ".join(finding.says.split())  # one line, whatever a library has put into its message
+            message = " ".join(finding.message.split())  # one line, whatever a library has put into it
             if not finding.ok:
-                problems.append(says)
+                problems.append(message)
             kind = "problem" if not finding.ok else "note" if finding.is_note else "ok"
-            print(f"  {kind:8} {says}", flush=True)
+            print(f"  {kind:8} {message}", flush=True)
 
     with contextlib.redirect_stdout(None) if silent else contextlib.nullcontext():
         section("packages", doctor.check_packages())

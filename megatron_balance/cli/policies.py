@@ -22,7 +22,7 @@ import numpy as np
 from megatron_balance.cli.costs import GPUS_PER_NODE, Costs
 from megatron_balance.cli.flags import options_of
 from megatron_balance.cost.model import CostModel
-from megatron_balance.mcore.options import problems
+from megatron_balance.mcore.setup.rules import problems
 from megatron_balance.planner import build_data_schedule, is_makespan, resolve_objective
 from megatron_balance.record import RunInfo, RunRecord, StepRecord
 from megatron_balance.report.figures import PolicyFigures

@@ -8,13 +8,13 @@ What its source does not say is absent.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
@@ -31,6 +31,11 @@ BETWEEN_NODES = 50e9
 
 ASSUMED_TFLOPS = 400.0
 """Of an H100 in training, to compare a time with FLOPs where no rate is known: 40 % of its bf16 peak."""
+
+
+def default_attention_rate(num_experts: int | None = None, *, fp8: bool = False) -> float:
+    """The rate that training takes without `--balance-attention-rate`."""
+    return ATTENTION_RATES["moe" if num_experts else "dense", "fp8" if fp8 else "bf16"]
 
 
 @cache
@@ -83,6 +88,29 @@ def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflo
     return round(3 * numbers * 2 * tflops * 1e12 / bytes_per_second)
 
 
+def resolve_exchange(
+    shape: ModelShape | Callable[[], ModelShape] | None,
+    *,
+    bytes_per_second: float,
+    calibration: Calibration | None = None,
+    tp_size: int = 1,
+    tflops: float = ASSUMED_TFLOPS,
+) -> tuple[int, bool]:
+    """`CostModel.cp_exchange`, and whether it was measured: by the run of `calibration`, else from an assumed link.
+
+    0 where neither is known. A shape may be a function that reads it, where that is needed.
+    """
+    if calibration is not None:
+        # The file is of all heads; each tensor-parallel rank receives its own.
+        if measured := calibration.cost_model(model_parallel_size=tp_size).cp_exchange:
+            return measured, True
+        tflops = UNITS_PER_SECOND / 1e12 / tp_size  # FLOPs at the second rate are attoseconds
+    if shape is None:
+        return 0, False
+    shape = shape if isinstance(shape, ModelShape) else shape()
+    return exchange_flops_per_token(shape, bytes_per_second=bytes_per_second, tflops=tflops), False
+
+
 Model = ModelShape | Mapping[str, Any] | str | Path
 """A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
 
@@ -97,7 +125,7 @@ def find_shape(model: Model) -> ModelShape:
 
 
 def resolve_cost(
-    cost: str | None = None,
+    cost: str | Calibration | None = None,
     *,
     model: Model | None = None,
     ep_size: int = 1,
@@ -122,6 +150,8 @@ def resolve_cost(
             )
         shape = find_shape(model)
         return CostModel.from_shape(shape, ep_size=ep_size, attention_tflops=attention_rate, pack_tokens=pack_tokens)
-    if cost.endswith(".json"):
-        return Calibration.read(Path(cost)).cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
+    if isinstance(cost, str) and cost.endswith(".json"):
+        cost = Calibration.read(Path(cost))
+    if isinstance(cost, Calibration):
+        return cost.cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_balance.mcore.hooks import install
     from megatron_balance.mcore.loop import balanced_schedule
     from megatron_balance.mcore.microbatch import packed_seq_params
-    from megatron_balance.mcore.options import cautions
+    from megatron_balance.mcore.setup.rules import cautions
 
 __all__ = [
     "add_balance_args",
@@ -28,7 +28,7 @@ __all__ = [
 
 _HOMES = {
     "balanced_schedule": "loop",
-    "cautions": "options",
+    "cautions": "setup.rules",
     "install": "hooks",
     "install_bridge": "bridge",
     "packed_seq_params": "microbatch",

@@ -28,9 +28,9 @@ import torch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import hooks_of_release, install_hooks
-from megatron_balance.mcore.options import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.flags import parse_flags
-from megatron_balance.mcore.setup.settings import costs_of, policy_of, topology_of
+from megatron_balance.mcore.setup.rules import cautions, nothing_balances, problems
+from megatron_balance.mcore.setup.settings import policy_of, run_costs, topology_of
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
 from megatron_balance.version import build_version
@@ -54,7 +54,7 @@ class Finding(NamedTuple):
     """One line of the report: a check that passed or not, and the remedy where it did not; or a note."""
 
     ok: bool
-    says: str
+    message: str
     is_note: bool = False
 
 
@@ -171,7 +171,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str | None], bool]]] = {
 def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     """Check the flags of a training script together, as far as possible before Megatron validates them."""
     try:
-        args, unknown = parse_flags(flags, of_megatron=True)
+        args, unknown = parse_flags(flags, with_megatron=True)
     except BalanceError as error:
         yield Finding(False, f"Megatron's parser refuses: {error} See its --help.")
         return
@@ -181,12 +181,12 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     options = vars(args)
     for flag in unknown:
         if "balance" in flag:
-            yield Finding(False, f"{flag} is no flag of Megatron or this package")
+            yield Finding(False, f"{flag} is not a known flag")
         elif flag.startswith("--"):
             yield Finding(True, f"{flag} is left to your script: Megatron does not know it")
     refused = problems(options)
     if nothing_balances(options) and not refused:
-        yield Finding(True, "no flag asks for balancing: the run is stock; add --balance-data to balance it")
+        yield Finding(True, "no balance flag is set: the run is stock; add --balance-data to balance it")
         return
     broken = [Finding(False, problem) for problem in refused]
     yield from (Finding(True, caution, is_note=True) for caution in cautions(args))
@@ -198,7 +198,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
             topology = topology_of(options)
             needed = files_needed(topology.num_sockets)
             yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {needed}")
-            costs_of(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
+            run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]
@@ -332,7 +332,7 @@ def _measured(meeting: Meeting, *, places: Sequence[_Place], flags: Sequence[str
     )
     needs, most = "the first step needs TCP on all ports between these addresses", 0.0
     with contextlib.suppress(BalanceError, ImportError):  # said above
-        args, _ = parse_flags(flags, of_megatron=True)
+        args, _ = parse_flags(flags, with_megatron=True)
         most = (args.seq_length or 0) * (args.global_batch_size or 0) * BYTES_OF_A_TOKEN / num_ranks
     if most:
         needs += f"; if every sample moves, a rank sends {most / 2**20:.1f} MiB in {most / speed:.2f} s, while the "

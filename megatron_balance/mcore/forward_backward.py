@@ -63,10 +63,10 @@ class BalancedForwardBackward:
         self.log_scale = 1.0
         self.pipeline_shapes: PipelineShapes | None = None
         self._settings = settings
-        layout = Layout.of_world(timeout=timeout)
+        layout = Layout.from_parallel_state(timeout=timeout)
         # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
         dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
-        replica, place = layout.replica_group(timeout=timeout), layout.own
+        replica, place = layout.replica_group(timeout=timeout), layout.this_rank
         self._is_last = layout.is_last
         self.observer: Watch | None = None
         if dp_group is not None or layout.is_last:

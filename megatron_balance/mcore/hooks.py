@@ -27,9 +27,9 @@ from megatron_balance.hooking import (
 )
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
 from megatron_balance.mcore.microbatch import CpGroups
-from megatron_balance.mcore.options import Options, holds
 from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
 from megatron_balance.mcore.setup.flags import add_balance_args
+from megatron_balance.mcore.setup.rules import Options, holds
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import version_of
 

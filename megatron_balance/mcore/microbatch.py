@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
-from megatron_balance.mcore.setup.layout import Layout, Place, make_groups
+from megatron_balance.mcore.setup.layout import Layout, RankCoords, make_groups
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.packs import Slots, pack
 from megatron_balance.samples.packing import padding_mask
@@ -82,7 +82,7 @@ class CpGroups:
             by_size = {topology.cp_size: static}
             for size in topology.dynamic_cp_sizes:
 
-                def key(place: Place, size: int = size) -> Hashable | None:
+                def key(place: RankCoords, size: int = size) -> Hashable | None:
                     block = (place.dp * topology.cp_size + place.cp) // size
                     dp_cp_group = place.pp, None if over_tensor_ranks else place.tp
                     return (*dp_cp_group, block) if (block + 1) * size <= topology.dp_cp_size else None
@@ -200,7 +200,7 @@ def _engine_class() -> Any:
     return TEDotProductAttention if HAVE_TE else None
 
 
-def router_masks(slots: Slots, *, model: Any, topology: Topology, place: Place) -> list[Tensor]:
+def router_masks(slots: Slots, *, model: Any, topology: Topology, place: RankCoords) -> list[Tensor]:
     """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
 
     One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
@@ -228,7 +228,9 @@ def router_masks(slots: Slots, *, model: Any, topology: Topology, place: Place) 
     return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
 
 
-def called_with_mask(mask: Tensor, *, model: Any, topology: Topology, place: Place) -> AbstractContextManager[None]:
+def called_with_mask(
+    mask: Tensor, *, model: Any, topology: Topology, place: RankCoords
+) -> AbstractContextManager[None]:
     """Have a chunk called with a router mask in this context, or with the share of a sequence-parallel rank.
 
     GPTModel splits a mask itself, and on the first pipeline stage only.

@@ -14,9 +14,9 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Hook, Patches, install_hooks
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
-from megatron_balance.mcore.options import Options, nothing_balances
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_device
+from megatron_balance.mcore.setup.rules import Options, nothing_balances
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import say, start_log
@@ -116,7 +116,7 @@ def build_run(
     if settings is None:
         return None
     start_log()
-    for line in settings.says:
+    for line in settings.log_lines:
         say(line)
     return BalancedForwardBackward(settings, args=args)
 

@@ -49,9 +49,9 @@ class Watch:
     """The view of the run on a rank that loads data, or has Megatron's writers; `args` are those of Megatron's loop."""
 
     def __init__(self, settings: Settings, *, layout: Layout, loads_data: bool, args: Namespace | None) -> None:
-        self._settings, self._place, self._args = settings, layout.own, args
+        self._settings, self._place, self._args = settings, layout.this_rank, args
         self._prints = dist.get_rank() == 0
-        self._times = loads_data and layout.own.tp == 0
+        self._times = loads_data and layout.this_rank.tp == 0
         self._on_gpu = device_kind() == "cuda"
         self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
@@ -65,7 +65,7 @@ class Watch:
         self._memory = (0, 0, 0)
         self._newest_iteration = self._most_tokens = 0
         self._record: RecordThread | None = None
-        if settings.record is not None and layout.is_first_of_replica(of_leaf=settings.topology.dynamic_cp):
+        if settings.record is not None and layout.leads_replica(each_cp_rank=settings.topology.dynamic_cp):
             folder = f"--balance-record {settings.record}"  # every rank that writes has a disk of its own to fill
             self._record = RecordThread(
                 self._open, warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", of_rank=True)

@@ -85,8 +85,8 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     found = list(checks.check_packages())
-    assert any(finding.ok and finding.says == "a GPU" for finding in found)
-    [problem] = [finding.says for finding in found if not finding.ok]
+    assert any(finding.ok and finding.message == "a GPU" for finding in found)
+    [problem] = [finding.message for finding in found if not finding.ok]
     assert problem.startswith("transformer_engine.pytorch of transformer-engine does not load: ")
     assert "pip install 'transformer-engine[pytorch]'" in problem
 
@@ -99,7 +99,9 @@ def test_versions_of_attention_libraries(
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
     monkeypatch.setattr(checks, "version_of", {"transformer-engine": "2.18.0", "megatron-core": "0.19.2"}.get)
-    [said] = [finding.says for finding in checks.check_packages() if finding.says.startswith("Transformer Engine 2.18")]
+    [said] = [
+        finding.message for finding in checks.check_packages() if finding.message.startswith("Transformer Engine 2.18")
+    ]
     assert said.startswith(f"Transformer Engine 2.18.0{f', cuDNN {cudnn}' if cudnn else ''}: may build or choose")
 
 
@@ -142,12 +144,12 @@ def test_open_files_are_compared_with_what_the_flags_need(
             ["--max-tokens-per-gpu is 0", "--calculate-per-token-loss is"],
         ),
         (f"{BALANCED} --cuda-graph-impl local", ["--cuda-graph-impl is local: CUDA graphs replay"]),
-        (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is no flag of Megatron or this package"]),
+        (f"{BALANCED} --balance-by-flop", ["--balance-by-flop is not a known flag"]),
         (f"{BALANCED} --balance-objective fastest", ["Megatron's parser refuses: argument --balance-objective"]),
         # Fault: sizes that are none were rounded down in silence.
         (
             f"{BALANCED} --balance-dynamic-cp 3",
-            ["parser refuses: argument --balance-dynamic-cp: '3' is no power of two"],
+            ["parser refuses: argument --balance-dynamic-cp: '3' is not a power of two"],
         ),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
         (f"{BALANCED} --balance-by-flops", []),
@@ -170,9 +172,9 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
     try:
         caution, finding = checks.check_flags(["--balance-data"])
         assert caution.ok
-        assert caution.says.startswith("--attention-dropout is 0.1 with --hidden-dropout 0.1: random numbers")
+        assert caution.message.startswith("--attention-dropout is 0.1 with --hidden-dropout 0.1: random numbers")
         assert not finding.ok
-        assert finding.says.startswith("--calculate-per-token-loss is not set")
+        assert finding.message.startswith("--calculate-per-token-loss is not set")
     finally:
         installed.undo()
 

@@ -43,7 +43,7 @@ def groups_of_rank(
 
     environment = os.environ
     os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
-    layout = Layout.of_world(timeout=TIMEOUT)
+    layout = Layout.from_parallel_state(timeout=TIMEOUT)
     of_data = layout.data_group(timeout=TIMEOUT, on_every_tensor_rank=False)
     replica = layout.replica_group(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)
@@ -64,7 +64,7 @@ def groups_of_rank(
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "leads": layout.is_first_of_replica(),
+        "leads": layout.leads_replica(),
         "megatron_data": dist.get_process_group_ranks(megatron_data),
         "more_sockets": num_more_sockets,
         "ranks_per_node": layout.ranks_per_node,

@@ -13,7 +13,7 @@ from test_options import BALANCED, EXPERTS, PACKED, parsed
 
 from megatron_balance import CostModel, ModelShape, Topology
 from megatron_balance.cost import Calibration
-from megatron_balance.mcore.setup.settings import Settings, costs_of, settings_of
+from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of
 
 SHAPE = ModelShape.preset("Qwen3-8B")
 WITHIN, BETWEEN = 0.0087, 0.078
@@ -124,5 +124,5 @@ def test_groups_within_a_node_exchange_over_its_links(
     monkeypatch: pytest.MonkeyPatch, topology: Topology, ranks_of_node: int, part: float
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
-    cost = costs_of({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
+    cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
     assert cost.cp_exchange / cost.linear == pytest.approx(part, rel=0.02)

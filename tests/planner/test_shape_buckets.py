@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.setup.alignment import bucketed_limits, filled_tokens
+from megatron_balance.mcore.setup.settings import bucketed_limits, filled_tokens
 from megatron_balance.topology import Limits, Topology
 
 

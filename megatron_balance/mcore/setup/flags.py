@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError, RefusedError
 from megatron_balance.hooking import is_off
-from megatron_balance.mcore.options import RULES, messages, problems
+from megatron_balance.mcore.setup.rules import RULES, messages, problems
 from megatron_balance.planner import OBJECTIVES
 
 ALL_RANKS = "all"
@@ -27,8 +27,8 @@ def add_balance_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     _add_flags(parser)
     parse_known_args = parser.parse_known_args
 
-    def checked(args: Sequence[str] | None = None, namespace: Any = None, **rest: Any) -> tuple[Any, list[str]]:
-        parsed, unknown = parse_known_args(args, namespace, **rest)
+    def checked(args: Sequence[str] | None = None, namespace: Any = None, **keywords: Any) -> tuple[Any, list[str]]:
+        parsed, unknown = parse_known_args(args, namespace, **keywords)
         if not is_off("Megatron"):
             fill_in(parsed, options=vars(parsed))
             refuse(vars(parsed))
@@ -44,8 +44,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--balance",
         action="store_true",
-        help="Turn on packing under a stock micro-batch's tokens, moving samples and FLOPs as costs, each where no "
-        "rule and no caution is against it, and nothing else. The log says each choice, and what it left out.",
+        help="Enable packing under a stock micro-batch's tokens, moving samples and FLOPs as costs, each unless a rule "
+        "or a caution excludes it, and nothing else. The log names each choice and its reason.",
     )
     add(
         "--use-dynamic-batch-size",
@@ -73,7 +73,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--balance-dynamic-cp",
         nargs="?",
-        type=_word_or_number(ALL_RANKS, is_one=lambda n: n.bit_count() == 1, says="no power of two"),
+        type=_word_or_number(ALL_RANKS, is_valid=lambda n: n.bit_count() == 1, error="not a power of two"),
         const=ALL_RANKS,
         metavar="N",
         help="Give each micro-batch a context-parallel size of its own, a power of two up to N or all data- and "
@@ -111,7 +111,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--balance-unpad",
-        type=_word_or_number("attention_mask", is_one=lambda _: True, says="neither a token id nor 'attention_mask'"),
+        type=_word_or_number("attention_mask", is_valid=lambda _: True, error="neither a token id nor attention_mask"),
         metavar="PADDING",
         help="Take rows without cu_seqlens as samples of their true length and pack them: PADDING is the token id that "
         "rows are filled up with at their end, or attention_mask where the data has one.",
@@ -136,14 +136,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _word_or_number(*words: str, is_one: Callable[[int], bool], says: str) -> Callable[[str], int | str]:
-    """One of these words or such an integer, for argparse; its error `says` what another value is."""
+def _word_or_number(word: str, *, is_valid: Callable[[int], bool], error: str) -> Callable[[str], int | str]:
 
     def value(text: str) -> int | str:
-        if text in words:
+        if text == word:
             return text
-        if not text.isdecimal() or not is_one(int(text)):
-            raise argparse.ArgumentTypeError(f"{text!r} is {says}")
+        if not text.isdecimal() or not is_valid(int(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} is {error}")
         return int(text)
 
     return value
@@ -151,24 +150,24 @@ def _word_or_number(*words: str, is_one: Callable[[int], bool], says: str) -> Ca
 
 def _rate(text: str) -> float:
     if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: give a number above 0, 1 for FLOPs")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid rate: give a number above 0, 1 for FLOPs")
     return float(text)
 
 
 def refuse(options: Mapping[str, Any]) -> None:
-    """Raise the first refusal of these options (`options/`)."""
+    """Raise the first refusal of these options (`rules.txt`)."""
     for problem in problems(options):
         raise RefusedError(problem)
 
 
-def parse_flags(flags: Sequence[str], *, of_megatron: bool = False) -> tuple[argparse.Namespace, list[str]]:
+def parse_flags(flags: Sequence[str], *, with_megatron: bool = False) -> tuple[argparse.Namespace, list[str]]:
     """Read flags where no script does: the balance flags alone, or those of a training script with Megatron's parser.
 
     Nothing is validated or checked. With Megatron's parser the second result are flags that it does not know.
     """
     parser = _OneLineParser(allow_abbrev=False, add_help=False)
     _add_flags(parser)
-    if not of_megatron:
+    if not with_megatron:
         return parser.parse_args(list(flags)), []
     from megatron.training.arguments import add_megatron_arguments
 
@@ -195,16 +194,16 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     flags.balance_choices = choices
     if not flags.balance:
         return
-    known = set(_against(options))
+    general = set(_objections(options))
 
     def choose(name: str, value: object, reason: str) -> None:
         if getattr(flags, name) is not None:
             return
         flag = f"--{name.replace('_', '-')}"
         trial = ChainMap({name: value}, dict(options))
-        against = [message for message in _against(trial) if message not in known]
-        if against:
-            choices.append(f"no {flag} ({against[0].rstrip('.')}; add it by name all the same)")
+        objection = next((message for message in _objections(trial) if message not in general), None)
+        if objection is not None:
+            choices.append(f"no {flag} ({objection.rstrip('.')}; add it by name all the same)")
         else:
             setattr(flags, name, value)
             choices.append(f"{flag if value is True else f'{flag} {value}'} ({reason})")
@@ -225,6 +224,6 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
         choices.append("no --balance-dynamic-cp (it has run on no GPU; add it by name where samples are long)")
 
 
-def _against(options: Mapping[str, Any]) -> list[str]:
+def _objections(options: Mapping[str, Any]) -> list[str]:
     """All refusals and cautions, those among them that a run without balancing does not meet."""
     return messages(options, *{rule.subject for rule in RULES})

@@ -1,6 +1,6 @@
-"""The place of each rank in Megatron's parallel layout, and the package's own process groups over gloo.
+"""The coordinates of each rank in Megatron's parallel layout, and this package's process groups over gloo.
 
-Invariant: every rank of the world makes every group of the world, its own or not, in one order. torch names a group by
+Invariant: every rank of the world makes every group of the world, member or not, in one order. torch names a group by
 the number of groups that the process has made before, also under `use_local_synchronization`. Ranks that have made
 different numbers of them never meet, or meet in the wrong group.
 """
@@ -33,8 +33,8 @@ LAZY_GLOO = "megatron_balance_gloo"
 """Name by which torch knows `_lazy_gloo`."""
 
 
-class Place(NamedTuple):
-    """A rank's numbers along Megatron's axes, and the ranks of its node, 0 where no launcher has said."""
+class RankCoords(NamedTuple):
+    """A rank's numbers along Megatron's axes, and the ranks of its node, 0 where no launcher names it."""
 
     tp: int
     cp: int
@@ -45,13 +45,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all ranks by their number in the world, as one of them, `rank`, knows them."""
+    """The coordinates of all ranks by their number in the world; `rank` is this one."""
 
     rank: int
-    places: Sequence[Place]
+    coords: Sequence[RankCoords]
 
     @classmethod
-    def of_world(cls, *, timeout: timedelta) -> Layout:
+    def from_parallel_state(cls, *, timeout: timedelta) -> Layout:
         """The layout of Megatron's parallel state; every rank of the world calls it.
 
         Raises:
@@ -59,51 +59,51 @@ class Layout:
         """
         from megatron.core import parallel_state as state
 
-        place = Place(
+        this_rank = RankCoords(
             state.get_tensor_model_parallel_rank(),
             state.get_context_parallel_rank(),
             state.get_pipeline_model_parallel_rank(),
             state.get_data_parallel_rank(),
             ranks_of_node()[0] or 0,
         )
-        meeting, places = meeting_of_world(timeout=timeout), [place]
+        meeting, coords = meeting_of_world(timeout=timeout), [this_rank]
         if meeting is not None:
-            texts = agree({}, meeting=meeting, topic="process groups", said=json.dumps(place))
-            places = [Place(*json.loads(text)) for text in texts]
-        return cls(0 if meeting is None else meeting.rank, places)
+            texts = agree({}, meeting=meeting, topic="process groups", said=json.dumps(this_rank))
+            coords = [RankCoords(*json.loads(text)) for text in texts]
+        return cls(0 if meeting is None else meeting.rank, coords)
 
     @property
-    def own(self) -> Place:
-        """The place of this rank."""
-        return self.places[self.rank]
+    def this_rank(self) -> RankCoords:
+        """The coordinates of this rank."""
+        return self.coords[self.rank]
 
     @property
     def ranks_per_node(self) -> int | None:
         """Data-parallel ranks of one node; None where nodes do not matter, differ, or are not known."""
-        size = self.own.node_size
-        if size == 0 or any(place.node_size != size for place in self.places):
+        size = self.this_rank.node_size
+        if size == 0 or any(coords.node_size != size for coords in self.coords):
             return None
-        lanes = self.groups(lambda place: (place.tp, place.cp, place.pp))
-        counts = {count for ranks in lanes for count in Counter(rank // size for rank in ranks).values()}
+        dp_groups = self.groups(lambda coords: (coords.tp, coords.cp, coords.pp))
+        counts = {count for ranks in dp_groups for count in Counter(rank // size for rank in ranks).values()}
         count = counts.pop()
-        return None if counts or count in (1, len(lanes[0])) else count
+        return None if counts or count in (1, len(dp_groups[0])) else count
 
     @property
     def is_last(self) -> bool:
         """True on the rank on which Megatron has its writers."""
         return dist.get_rank() == dist.get_world_size() - 1
 
-    def is_first_of_replica(self, *, of_leaf: bool = False) -> bool:
+    def leads_replica(self, *, each_cp_rank: bool = False) -> bool:
         """True if this rank represents its model replica, or a context-parallel rank of it."""
-        return not (self.own.tp or self.own.pp or (self.own.cp and not of_leaf))
+        return not (self.this_rank.tp or self.this_rank.pp or (self.this_rank.cp and not each_cp_rank))
 
-    def groups(self, key: Callable[[Place], Hashable | None]) -> list[list[int]]:
-        """Ranks with places of equal keys, in one order on every rank; None leaves a rank out."""
-        found: dict[Hashable, list[int]] = {}
-        for rank, place in enumerate(self.places):
-            if (of_place := key(place)) is not None:
-                found.setdefault(of_place, []).append(rank)
-        return sorted(found.values())
+    def groups(self, key: Callable[[RankCoords], Hashable | None]) -> list[list[int]]:
+        """Ranks with coordinates of equal keys, in one order on every rank; None leaves a rank out."""
+        groups: dict[Hashable, list[int]] = {}
+        for rank, coords in enumerate(self.coords):
+            if (value := key(coords)) is not None:
+                groups.setdefault(value, []).append(rank)
+        return sorted(groups.values())
 
     def data_group(self, *, timeout: timedelta, on_every_tensor_rank: bool) -> dist.ProcessGroup | None:
         """A new group of the data-parallel ranks that may load data; None on a rank that loads none.
@@ -111,14 +111,14 @@ class Layout:
         Of a tensor-parallel group each rank may, or the first one alone.
         """
 
-        def lane(place: Place) -> Hashable | None:
-            return (place.tp, place.cp, place.pp) if on_every_tensor_rank or place.tp == 0 else None
+        def dp_group(coords: RankCoords) -> Hashable | None:
+            return (coords.tp, coords.cp, coords.pp) if on_every_tensor_rank or coords.tp == 0 else None
 
-        return make_groups(self.groups(lane), timeout=timeout)
+        return make_groups(self.groups(dp_group), timeout=timeout)
 
     def replica_group(self, *, timeout: timedelta) -> dist.ProcessGroup | None:
         """A new group of the ranks of this model replica; None for one rank."""
-        replicas = self.groups(lambda place: place.dp)
+        replicas = self.groups(lambda coords: coords.dp)
         group = make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
         # Connects its ranks. In the first step the store may be gone: with a rank of a replica that has failed.
         share("", group=group)
@@ -132,7 +132,7 @@ def make_groups(
 
     No rank is in two of them. PeerError where a rank did not make its group.
     """
-    own = None
+    this_group = None
     for ranks in groups:
         with waiting_for(f"world {named_ranks(ranks)} to make a process group"):
             group = dist.new_group(
@@ -142,8 +142,8 @@ def make_groups(
             assert isinstance(group, dist.ProcessGroup), "this rank is a member"
             _groups_of_megatron().append(group)
             close_on_undo(functools.partial(_destroy, group))
-            own = group
-    return own
+            this_group = group
+    return this_group
 
 
 def _lazy(backend: str) -> str:
@@ -200,13 +200,13 @@ def refuse_bound_device() -> None:
     """Raise BalanceError where no gloo group can be made: with device_id, before torch 2.15.
 
     There the ranks outside a new group split the NCCL communicator of a default group that is bound to a device, for a
-    gloo group too, of which no member does: they wait for each other without end.
+    gloo group too, of which no member does: all hang.
     """
     waits = dist.is_initialized() and _torch_version() < (2, 15)
     if waits and dist.distributed_c10d._get_default_group().bound_device_id is not None:
         raise BalanceError(
-            f"init_process_group was given device_id, and on torch {torch.__version__} ranks would wait for a gloo "
-            "group without end: leave device_id out (torch.cuda.set_device is enough), or install torch 2.15."
+            f"init_process_group was given device_id, and on torch {torch.__version__} ranks would hang creating a "
+            "gloo group: leave device_id out (torch.cuda.set_device is enough), or install torch 2.15."
         )
 
 

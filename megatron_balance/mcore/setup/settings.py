@@ -1,33 +1,36 @@
-"""The settings of a balanced run, read once from its options: Megatron's and the balance flags by name (`options/`)."""
+"""The settings of a balanced run, read once from its options: Megatron's and the balance flags by name (`rules.py`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
-    ATTENTION_RATES,
     BETWEEN_NODES,
     WITHIN_NODE,
-    exchange_flops_per_token,
+    default_attention_rate,
+    resolve_cost,
+    resolve_exchange,
 )
-from megatron_balance.mcore.options import Options, cautions, has_delta_net, holds
-from megatron_balance.mcore.setup.alignment import bucketed_limits, token_alignment
+from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
+from megatron_balance.mcore.setup.rules import Options, cautions, has_delta_net, holds
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import ranks_of_node
 from megatron_balance.topology import Limits, Topology
 
 
 @dataclass(frozen=True)
-class Costs:
+class RunCosts:
     """The cost of a sample: tokens, the FLOPs of its model, or the seconds of `--balance-cost`; lines for the log.
 
     `attention_rate` is that which FLOPs are weighed by, None for other costs.
@@ -36,7 +39,7 @@ class Costs:
     model: CostModel
     name: str = "tokens"
     attention_rate: float | None = None
-    says: tuple[str, ...] = field(default=(), repr=False)
+    log_lines: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class Settings:
 
     topology: Topology
     limits: Limits
-    costs: Costs
+    costs: RunCosts
     eval_limits: Limits | None = None
     balance_data: bool = True
     shape_bucket: int = 1
@@ -68,24 +71,25 @@ class Settings:
     num_rows: int | None = None
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
-    says: tuple[str, ...] = field(default=(), repr=False)
+    log_lines: tuple[str, ...] = field(default=(), repr=False)
 
 
 def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None) -> Settings:
-    """The settings of a run with validated options that go together (`options/`); `cost` is one in place of FLOPs."""
+    """The settings of a run with validated options that go together (`rules.py`); `cost` is one in place of FLOPs."""
     topology = topology_of(options)
-    costs = costs_of(options, topology=topology, shape=shape, given=cost)
-    chosen, rows = options.get("balance_choices"), options.get("micro_batch_size") or 1
-    says = (*([f"--balance chose {'; '.join(chosen)}"] if chosen else []), *costs.says)
+    costs = run_costs(options, topology=topology, shape=shape, cost=cost)
+    choices, rows = options.get("balance_choices"), options.get("micro_batch_size") or 1
+    log_lines = [f"--balance chose {'; '.join(choices)}"] if choices else []
+    log_lines += costs.log_lines
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
-        balances, stays = options["balance_evaluation"], ""
+        balances, reason = options["balance_evaluation"], ""
         if balances is None and topology.dynamic_cp:
-            stays = "it runs at --context-parallel-size"
+            reason = "it runs at --context-parallel-size"
         elif balances is None and options.get("sft"):
-            stays = "under --sft it averages means of micro-batches; --balance-evaluation divides sums over tokens"
-        if stays:
-            says = (*says, f"evaluation is Megatron's own: {stays}.")
+            reason = "under --sft it averages means of micro-batches; --balance-evaluation divides sums over tokens"
+        if reason:
+            log_lines.append(f"evaluation is Megatron's own: {reason}.")
         elif balances is not False:
             # Megatron has this size from 0.18 on.
             eval_limits = _limits(options, options.get("eval_micro_batch_size") or rows, topology=topology)
@@ -95,7 +99,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         costs=costs,
         eval_limits=eval_limits,
         balance_data=bool(options["balance_data"]),
-        **{name: options[f"balance_{name}"] for name in _OWN_FLAGS},
+        **{name: options[f"balance_{name}"] for name in _FLAGS},
         timeout=timeout_of(options),
         peer_timeout=timedelta(seconds=options.get("distributed_timeout_seconds_after_init") or 0)
         or timeout_of(options),
@@ -107,11 +111,11 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         row_tokens=options.get("seq_length") if _fills_rows(options) else None,
         num_rows=options.get("global_batch_size"),
         resumes=bool(options.get("load") and options.get("iteration")),
-        says=(*says, *(f"WARNING: {caution}" for caution in cautions(options))),
+        log_lines=(*log_lines, *(f"WARNING: {caution}" for caution in cautions(options))),
     )
 
 
-_OWN_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "record")
+_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "record")
 
 
 def _fills_rows(options: Options) -> bool:
@@ -126,7 +130,7 @@ def timeout_of(options: Options) -> timedelta:
 def policy_of(options: Options) -> str:
     """The flags that choose the plans, for people."""
     limit = options["balance_dynamic_cp"]
-    chosen = {
+    flags = {
         "--use-dynamic-batch-size": options["use_dynamic_batch_size"],
         "--balance-data": options["balance_data"],
         f"--balance-dynamic-cp {'' if limit == ALL_RANKS else limit}".rstrip(): limit is not None,
@@ -135,7 +139,7 @@ def policy_of(options: Options) -> str:
         f"--balance-objective {options['balance_objective']}": options["balance_objective"] != "auto",
         f"--balance-algorithm {options['balance_algorithm']}": options["balance_algorithm"] != "auto",
     }
-    return " ".join(flag for flag, is_set in chosen.items() if is_set)
+    return " ".join(flag for flag, is_set in flags.items() if is_set)
 
 
 def _limits(options: Options, micro_batch_size: int, *, topology: Topology) -> Limits:
@@ -146,74 +150,61 @@ def _limits(options: Options, micro_batch_size: int, *, topology: Topology) -> L
     return bucketed_limits(options["max_tokens_per_gpu"], topology=topology, shape_bucket=bucket)
 
 
-def costs_of(
-    options: Options, *, topology: Topology, shape: Callable[[], ModelShape], given: CostModel | None = None
-) -> Costs:
-    """The costs that balance flags choose; `given` is one in place of FLOPs."""
-    exchange, by_cp = 0, "receiving a token's keys and values from context-parallel ranks"
+def run_costs(
+    options: Options, *, topology: Topology, shape: Callable[[], ModelShape], cost: CostModel | None = None
+) -> RunCosts:
+    """The costs that balance flags choose; `cost` is one in place of FLOPs."""
     name = options.get("balance_cost") or "tokens"
+    receiving = "receiving a token's keys and values from context-parallel ranks"
     if name == "tokens":
-        line = f"{by_cp}: not counted beside tokens: add --balance-cost flops."
-        return Costs(CostModel.tokens(), says=(line,) if topology.dynamic_cp else ())
-    says: tuple[str, ...] = ()
+        line = f"{receiving}: not counted beside tokens: add --balance-cost flops."
+        return RunCosts(CostModel.tokens(), log_lines=(line,) if topology.dynamic_cp else ())
+    log_lines: list[str] = []
     calibration = rate = None
     if name != "flops":
-        file, name = name, "seconds"
-        calibration = Calibration.read(Path(file))
+        calibration = Calibration.read(Path(name))
         # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
         sharing = topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
-        cost_model = calibration.cost_model(ep_size=topology.ep_size, model_parallel_size=sharing)
+        cost = resolve_cost(calibration, ep_size=topology.ep_size, model_parallel_size=sharing)
         if notice := calibration.extrapolation(options.get("seq_length") or 0):
-            says = (f"WARNING: --balance-cost {file}: {notice}",)
-    elif given is not None:
-        cost_model = given
-    else:
+            log_lines = [f"WARNING: --balance-cost {name}: {notice}"]
+    elif cost is None:
         rate, reason = options.get("balance_attention_rate"), "--balance-attention-rate"
         if rate is None:
-            kind = "moe" if options.get("num_experts") else "dense"
-            rate = ATTENTION_RATES[kind, "fp8" if options.get("fp8") else "bf16"]
+            rate = default_attention_rate(options.get("num_experts"), fp8=bool(options.get("fp8")))
             reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
-        says = (f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.",)
-        cost_model = CostModel.from_shape(
-            shape(),
-            ep_size=topology.ep_size,
-            pack_tokens=(options.get("max_tokens_per_gpu") or 0) * topology.cp_size,
-            attention_tflops=rate,
+        log_lines = [f"FLOPs count attention at {rate:g} times the rate of all else: {reason}."]
+        pack_tokens = (options.get("max_tokens_per_gpu") or 0) * topology.cp_size
+        cost = resolve_cost(
+            "flops", model=shape(), ep_size=topology.ep_size, attention_rate=rate, pack_tokens=pack_tokens
         )
+    exchange = 0
     if topology.dynamic_cp:
-        exchange, source = _exchange(options, topology=topology, shape=shape, calibration=calibration)
-        linear = cost_model.linear + cost_model.expert_linear
-        part = f"{exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
-        says = (f"{by_cp}: {part}, {source}.", *says)
-    cost_model = replace(cost_model, cp_exchange=exchange)
-    return Costs(cost_model, name, rate, says)
+        link, assumption = _assumed_link(topology)
+        exchange, is_measured = resolve_exchange(
+            shape, calibration=calibration, tp_size=topology.tp_size, bytes_per_second=link
+        )
+        source = "measured in the run of --balance-cost"
+        if not is_measured:
+            source = f"of which attention hides what it can, assumed from {assumption}"
+            source += "" if calibration else f" and {ASSUMED_TFLOPS:g} TFLOP/s"
+            source += "; megatron-balance fit measures it in a run with --balance-dynamic-cp"
+        linear = cost.linear + cost.expert_linear
+        fraction = f"{exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
+        log_lines.insert(0, f"{receiving}: {fraction}, {source}.")
+    name = "flops" if calibration is None else "seconds"
+    return RunCosts(replace(cost, cp_exchange=exchange), name, rate, tuple(log_lines))
 
 
-def _exchange(
-    options: Options, *, topology: Topology, shape: Callable[[], ModelShape], calibration: Calibration | None
-) -> tuple[int, str]:
-    """The cost of receiving a token's keys and values, one value in a run, and where it comes from."""
-    if calibration is not None and calibration.costs.cp_exchange:
-        # The file is of all heads; each tensor-parallel rank receives its own.
-        measured = calibration.cost_model(model_parallel_size=topology.tp_size).cp_exchange
-        return measured, "measured in the run of --balance-cost"
+def _assumed_link(topology: Topology) -> tuple[float, str]:
+    """Bytes a second between the ranks of the largest context-parallel group, and the link as text."""
     # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and launchers put
     # consecutive ranks on a node.
     (node_size, source), ranks_of_group = ranks_of_node(), topology.tp_size * topology.dynamic_cp_sizes[-1]
     spans_nodes = topology.num_gpus > (node_size or 1) and (node_size or 1) % ranks_of_group
-    link, where = (BETWEEN_NODES, "between nodes") if spans_nodes else (WITHIN_NODE, "within a node")
-    where += f" of {node_size} ranks by {source}" if node_size else ""
-    assumed = exchange_flops_per_token(
-        shape(),
-        bytes_per_second=link,
-        # FLOPs at the second rate are attoseconds.
-        tflops=UNITS_PER_SECOND / 1e12 / topology.tp_size if calibration else ASSUMED_TFLOPS,
-    )
-    return assumed, (
-        f"of which attention hides what it can, assumed from {link / 1e9:g} GB/s {where}"
-        f"{'' if calibration else f' and {ASSUMED_TFLOPS:g} TFLOP/s'}; megatron-balance fit "
-        "measures it in a run with --balance-dynamic-cp"
-    )
+    link, text = (BETWEEN_NODES, "between nodes") if spans_nodes else (WITHIN_NODE, "within a node")
+    text += f" of {node_size} ranks by {source}" if node_size else ""
+    return link, f"{link / 1e9:g} GB/s {text}"
 
 
 _REDUCTIONS = (
@@ -232,12 +223,12 @@ def topology_of(options: Options) -> Topology:
     tp_size, pp_size, cp_size = (
         options[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context")
     )
-    left = options.get("world_size", 1) // (tp_size * pp_size * cp_size)
+    dp_size = options.get("data_parallel_size") or options.get("world_size", 1) // (tp_size * pp_size * cp_size)
     # Before validation the options of a virtual pipeline have other names, and plans nothing to follow.
     interleaved = options.get("virtual_pipeline_model_parallel_size")
     limit = options.get("balance_dynamic_cp")
     return Topology(
-        options.get("data_parallel_size") or max(left, 1),
+        max(dp_size, 1),
         cp_size=cp_size,
         tp_size=tp_size,
         pp_size=pp_size,
@@ -263,3 +254,76 @@ def _takes_empty_sequences(options: Options) -> bool:
 def _routers_count_tokens(options: Options) -> bool:
     losses = np.any(np.atleast_1d(options["moe_aux_loss_coeff"])) or options["moe_z_loss_coeff"] is not None
     return bool(options.get("num_experts") and (losses or options["moe_router_enable_expert_bias"]))
+
+
+# Micro-batches are filled up to multiples of tokens, for low-precision layers and for fewer shapes. All count tokens of
+# a rank, once context and sequence parallelism have split the micro-batch: `Topology.token_alignment` applies to every
+# micro-batch, `--balance-shape-bucket` to those up to the cap, which is rounded down to the multiple; a sample over the
+# rounded cap runs alone and is filled up to the alignment only. docs/megatron.md has the alignment of each recipe.
+# Sources: Transformer Engine 2.3 to 2.20, common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp
+# and `is_quantizable` in pytorch/tensor; Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`. Experts pad
+# their own tokens; only where routing is padded instead does a rank need as many tokens as its fullest expert gets.
+
+DUMMY_TOKENS = 128
+"""Tokens of a dummy on each of its context-parallel ranks, at least, where the cap allows."""
+
+RECIPE_TOKENS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 128}
+"""By the name of `--fp8-recipe` or `--fp4-recipe`."""
+
+FUSED_EXPERT_TOKENS = 256
+"""Megatron's grouped GEMMs of fused operations take experts of a multiple of this many tokens."""
+
+
+def token_alignment(options: Options) -> int:
+    """The alignment of a run, for `Topology.token_alignment`; 1 without FP8 and FP4. Other recipes are refused."""
+    precision = next((name for name in ("fp8", "fp4") if options.get(name)), None)
+    if precision is None:
+        return 1
+    recipe = options[f"{precision}_recipe"]
+    tokens = RECIPE_TOKENS[str(getattr(recipe, "value", recipe))]
+    pads_routing = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    fuses = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
+    if all(any(map(options.get, names)) for names in (pads_routing, fuses)):
+        return math.lcm(tokens, FUSED_EXPERT_TOKENS)
+    return tokens
+
+
+def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
+    """The multiple that micro-batches up to the cap are filled up to, over context-parallel ranks; 1 for none."""
+    # Every context- and sequence-parallel rank gets an aligned share; the bucket is of each GPU before both.
+    multiple = topology.pack_multiple
+    return -(-shape_bucket * topology.cp_size // multiple) * multiple
+
+
+def bucketed_limits(max_tokens_per_gpu: int, *, topology: Topology, shape_bucket: int) -> Limits:
+    """Limits with the cap rounded down to the multiple that micro-batches are filled up to; else BalanceError."""
+    tokens = bucket_tokens(topology, shape_bucket=shape_bucket)
+    if tokens == topology.token_multiple:
+        return Limits(max_tokens_per_gpu)
+    bucket = tokens // topology.cp_size
+    if bucket > max_tokens_per_gpu:
+        bucket_text = f"--balance-shape-bucket is {shape_bucket}" if shape_bucket > 1 else "no shape bucket is set"
+        raise BalanceError(
+            f"micro-batches are filled up to multiples of {bucket} tokens on these ranks ({bucket_text}, the "
+            f"precision's alignment is {topology.token_alignment} tokens a rank), and --max-tokens-per-gpu "
+            f"{max_tokens_per_gpu} holds none: raise the cap or lower the bucket."
+        )
+    return Limits(max_tokens_per_gpu // bucket * bucket)
+
+
+def filled_tokens(
+    tokens: NDArray[np.int64], *, topology: Topology, limits: Limits, shape_bucket: int
+) -> NDArray[np.int64]:
+    """Padded tokens of micro-batches, 0 for a dummy, once filled up. `[num_microbatches]` → `[num_microbatches]`
+
+    Limits are those of `bucketed_limits`.
+    """
+    cap = limits.max_tokens_per_microbatch(topology)
+    multiple = np.full(len(tokens), bucket_tokens(topology, shape_bucket=shape_bucket))
+    if cap is not None:
+        multiple[tokens > cap] = topology.pack_multiple
+    num_tokens = -(-tokens // multiple) * multiple
+    # A dummy of a few tokens is a shape of its own to compiled kernels, and one token is an edge case of many.
+    room = DUMMY_TOKENS * topology.cp_size if cap is None else min(DUMMY_TOKENS * topology.cp_size, cap)
+    dummy = max(-(-room // topology.pack_multiple), 1) * topology.pack_multiple
+    return np.where(tokens == 0, dummy, num_tokens)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_balance.mcore.setup.alignment import filled_tokens
+from megatron_balance.mcore.setup.settings import filled_tokens
 from megatron_balance.mcore.step.figures import Figures
 from megatron_balance.planner import DataSchedule
 from megatron_balance.samples.packing import pack_microbatch, sequence_starts

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 Options = Mapping[str, Any]
 """Megatron's options and the balance flags by the names under which argparse stores them, parsed or validated."""
 
-OF_FLAGS, DYNAMIC_CP = "Balance flags", "Context parallelism of each micro-batch"
+FLAG_RULES, DYNAMIC_CP = "Balance flags", "Context parallelism of each micro-batch"
 CAUTIONS, UNTRIED = "Cautions", "Not tried on a GPU"
 """Subjects of rules that are no refusals."""
 
@@ -47,13 +47,13 @@ class Rule(NamedTuple):
 
     subject: str
     terms: tuple[Term, ...]
-    says: str
+    message: str
 
 
 def problems(options: Options) -> list[str]:
     """All refusals of these options, parsed or validated; empty where they work together."""
     refused = {rule.subject for rule in RULES} - {CAUTIONS, UNTRIED}
-    return messages(options, *([OF_FLAGS] if nothing_balances(options) else refused))
+    return messages(options, *([FLAG_RULES] if nothing_balances(options) else refused))
 
 
 def cautions(args: Namespace | Options) -> list[str]:
@@ -72,7 +72,7 @@ def dynamic_cp_problem(options: Options) -> str | None:
 
 
 def nothing_balances(options: Options) -> bool:
-    """No flag asks for balancing."""
+    """True if no balance flag is set."""
     return not (options.get("use_dynamic_batch_size") or options.get("balance_data"))
 
 
@@ -84,22 +84,22 @@ def holds(condition: str, options: Options) -> bool:
 def messages(options: Options, *subjects: str) -> list[str]:
     """For each rule of these subjects that applies: the options with the values seen, the reason and the remedy."""
     return [
-        f"{_seen(options, terms=rule.terms)}: {rule.says}."
+        f"{_values_text(options, terms=rule.terms)}: {rule.message}."
         for rule in RULES
         if rule.subject in subjects and all(term.holds(options) for term in rule.terms)
     ]
 
 
-def _seen(options: Options, *, terms: tuple[Term, ...]) -> str:
-    """The options of a condition with the values given: `--flag is value with --other-flag value`."""
+def _values_text(options: Options, *, terms: tuple[Term, ...]) -> str:
+    """The options of a condition with their values: `--flag is value with --other-flag value`."""
     names = list(dict.fromkeys(name for term in terms for name in term.names if name in options))
-    first, *others = [name for name in names if _is_given(options[name])] or names[:1]
+    first, *further = [name for name in names if _is_given(options[name])] or names[:1]
     value, flag = options[first], _flag_of(first)
     if isinstance(value, bool) or value is None:
         is_set = value is not None and value is not flag.startswith(("--no-", "--disable-"))
         value = "set" if is_set else "not set"
-    rest = [f" with {_flag_of(name)} {'' if options[name] is True else _shown(options[name])}" for name in others]
-    return f"{flag} is {_shown(value)}" + "".join(rest).rstrip()
+    suffixes = [f" with {_flag_of(name)} {'' if options[name] is True else _text(options[name])}" for name in further]
+    return f"{flag} is {_text(value)}" + "".join(suffixes).rstrip()
 
 
 _FLAGS = {
@@ -116,7 +116,7 @@ _FLAGS = {
 
 def _term(text: str) -> Term:
     match = re.fullmatch(r"(!|:)?([\w/]+)(?:(!=|=|<|>)([\w.,+-]+))?", text)
-    assert match is not None, f"{text} is no term"
+    assert match is not None, f"{text} is not a term"
     sign, name, operator, value = match.groups(default="")
     if sign == ":":
         names, named = _NAMED[name]
@@ -165,19 +165,19 @@ def _entries(options: Options, names: tuple[str, ...]) -> list[Any]:
 
 
 def _among(options: Options, names: tuple[str, ...], values: list[str]) -> bool:
-    return any(str(getattr(one, "name", one)) in values for one in _entries(options, names))
+    return any(str(getattr(entry, "name", entry)) in values for entry in _entries(options, names))
 
 
 def _largest(options: Options, *names: str) -> float:
-    return max([one for one in _entries(options, names) if isinstance(one, int | float)], default=0)
+    return max([entry for entry in _entries(options, names) if isinstance(entry, int | float)], default=0)
 
 
 def _is_given(value: Any) -> bool:
     return (bool(value) and value != "none") or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(_shown, value)) if isinstance(value, list | tuple) else str(getattr(value, "name", value))
+def _text(value: Any) -> str:
+    return " ".join(map(_text, value)) if isinstance(value, list | tuple) else str(getattr(value, "name", value))
 
 
 def _tp(options: Options) -> int:
@@ -258,11 +258,11 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
 def _rules() -> Iterator[Rule]:
     subject = ""
     for block in re.split(r"\n+(?=\S)", (files(__package__) / "rules.txt").read_text(encoding="utf-8")):
-        first, *says = block.splitlines()
+        first, *message = block.splitlines()
         if first.startswith("## "):
             subject = first[3:]
         elif not first.startswith("#"):
-            yield Rule(subject, tuple(map(_term, first.split())), " ".join(map(str.strip, says)))
+            yield Rule(subject, tuple(map(_term, first.split())), " ".join(map(str.strip, message)))
 
 
 RULES = tuple(_rules())
