@@ -25,7 +25,7 @@ from megatron_balance.cost.calibration import (
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.record import RunInfo, RunRecord, StepRecord, read_record
-from megatron_balance.report.page import amount
+from megatron_balance.report.figures import amount
 
 _EPILOG = """\
 examples:

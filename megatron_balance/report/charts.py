@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.report.figures import RunFigures
 
@@ -57,7 +58,8 @@ def _imbalance(figures: RunFigures) -> Chart:
         )
     # Whole numbers of steps: plotly would halve them where there are few.
     steps = {"tickformat": ",d", **({"dtick": 1} if len(figures.record.steps) < 13 else {})}
-    text = ", ".join(f"{TITLES[name]} {np.nanmean(one.imbalance):.3f}" for name, one in figures.policies.items())
+    means = {TITLES[name]: np.nanmean(policy.imbalance) for name, policy in figures.policies.items()}
+    text = ", ".join(f"{title} {mean:.3f}" for title, mean in means.items())
     in_slots = figures.record.info.objective == "microbatch"
     slowest = "The slowest rank's time in each micro-batch, summed," if in_slots else "The busiest rank's time"
     return Chart(
@@ -72,18 +74,20 @@ def _lengths(figures: RunFigures) -> Chart:
     """Parts of the sequences and of the cost, by the run's first cost model, up to each length."""
     info = figures.record.info
     lengths, counts = np.unique(np.concatenate([step.segments for step in figures.record.steps]), return_counts=True)
-    each = np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
-    total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(counts * each)
+    costs = np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
+    total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(counts * costs)
     half = int(np.searchsorted(costs_up_to, costs_up_to[-1] / 2))
     # Of several sequences as long as this one, those that reach the half.
-    longest = cumulative[-1] - cumulative[half] + np.ceil((costs_up_to[half] - costs_up_to[-1] / 2) / (each[half] or 1))
-    shown = np.unique(np.linspace(0, lengths.size - 1, MAX_POINTS).astype(int))
+    longest = (
+        cumulative[-1] - cumulative[half] + np.ceil((costs_up_to[half] - costs_up_to[-1] / 2) / (costs[half] or 1))
+    )
+    points = _points(lengths.size)
     figure = _figure(x="tokens of a sequence, at most", y="")
     parts = {"neutral": ("of the sequences", cumulative), "planned": ("of the cost", costs_up_to)}
     for name, (label, values) in parts.items():
         figure.add_scatter(
-            x=lengths[shown].astype(np.int32),
-            y=(values[shown] / max(float(values[-1]), 1.0)).astype(np.float32),
+            x=lengths[points].astype(np.int32),
+            y=(values[points] / max(float(values[-1]), 1.0)).astype(np.float32),
             name=label,
             line={"color": COLOURS[name], "shape": "hv"},
         )
@@ -100,7 +104,7 @@ def _lengths(figures: RunFigures) -> Chart:
 def _fit(figures: RunFigures) -> Chart:
     """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
     num_points = figures.predictions.shape[1]
-    predicted, measured = figures.predictions[:, np.unique(np.linspace(0, num_points - 1, MAX_POINTS).astype(int))]
+    predicted, measured = figures.predictions[:, _points(num_points)]
     figure = _figure(x="predicted", y="measured")
     ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
     figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", line={"color": COLOURS["neutral"], "width": 1})
@@ -122,6 +126,11 @@ def _fit(figures: RunFigures) -> Chart:
     if figures.record.info.objective == "microbatch":
         caption += " Where ranks wait for one another inside a micro-batch, only the costliest of them is compared."
     return Chart("fit", "Does the cost model predict the time?", caption, figure)
+
+
+def _points(size: int) -> NDArray[np.int64]:
+    """Indices of at most MAX_POINTS values at even distances."""
+    return np.unique(np.linspace(0, size - 1, MAX_POINTS).astype(np.int64))
 
 
 def _figure(*, x: str, y: str) -> Figure:

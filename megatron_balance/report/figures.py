@@ -10,7 +10,7 @@ Measurements are of one pipeline stage, so one stage is shown; costs in seconds 
 by the stages. Within a step
 
     step        a rank's micro-batches follow one another; ranks wait at the end
-    microbatch  a slot begins when every rank that meets there has ended the one before
+    microbatch  a slot begins when every rank of the sync group has ended the slot before
     pipeline    as `step`, on one stage; the bubble is drawn together with the waiting at the end, because the planner
                 computes makespans, not the times of single stages
 
@@ -20,6 +20,7 @@ micro-batches of a rank do not overlap and are in slot order; none ends after `t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +51,7 @@ def time_scale(record: RunRecord) -> TimeScale:
     """The scale of a record."""
     stages, in_seconds = record.info.topology.pp_size, record.info.cost_name == "seconds"
     if not (in_seconds and stages == 1):
-        sums = [_own_seconds(step).sum(axis=1) for step in record.steps if step.is_measured]
+        sums = [_unwaited(step).sum(axis=1) for step in record.steps if step.is_measured]
         ratios = [seconds / costs for costs, seconds in sums if costs]
         if ratios:
             return TimeScale("s", float(np.median(ratios)), fitted=True)
@@ -58,10 +59,19 @@ def time_scale(record: RunRecord) -> TimeScale:
     return TimeScale(unit, (1 / UNITS_PER_SECOND if in_seconds else 1) / stages)
 
 
-def _own_seconds(step: StepRecord) -> Floats:
+def _unwaited(step: StepRecord) -> Floats:
     """`[2, n]` costs and seconds of the micro-batches that waited for no other rank."""
-    chosen = step.is_slowest & (step.costs > 0)
-    return np.stack([step.costs[chosen], step.seconds[chosen]])
+    mask = step.is_slowest & (step.costs > 0)
+    return np.stack([step.costs[mask], step.seconds[mask]])
+
+
+def amount(value: float, *, unit: str) -> str:
+    """A time or a cost with a readable unit: 12.3 ms, 4.56 PFLOP, 8,192 tokens."""
+    if unit == "tokens":
+        return f"{value:,.0f} tokens"
+    prefixes = {-9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", 21: "Z"}
+    power = min(max(3 * math.floor(math.log10(abs(value) or 1) / 3), -9), 0 if unit == "s" else 21)
+    return f"{value / 10**power:.3g} {prefixes[power]}{unit}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +81,13 @@ class PolicyFigures:
     Attributes:
         steps: `[num_steps]` with the slots of this policy, and the costs that judge it.
         scale: from costs to time.
-        rows_of_rank: leaves that a row is drawn as: above 1 for one size beside a plan with dynamic sizes.
+        width: DP×CP ranks that a rank is drawn as: above 1 for one size beside a plan with dynamic sizes.
         measured: times are those measured, NaN where a step was not.
     """
 
     steps: Sequence[StepRecord]
     scale: TimeScale
-    rows_of_rank: int = 1
+    width: int = 1
     measured: bool = False
 
     @cached_property
@@ -104,35 +114,35 @@ class PolicyFigures:
         """`[num_steps]` times of the steps. A makespan is of costs that are spread over the stages already."""
         if self.measured:
             return np.array([step.seconds.sum(axis=1).max() for step in self.steps])
-        topology, per_cost = self.steps[0].topology, self.scale.per_cost / self.rows_of_rank
+        topology, per_cost = self.steps[0].topology, self.scale.per_cost / self.width
         if is_makespan(self.steps[0].objective, topology=topology):
             per_cost *= topology.pp_size
         return np.array([step.predicted_cost * per_cost for step in self.metrics])
 
     def timeline(self, index: int) -> Timeline:
         """One step."""
-        step, rows = self.steps[index], self.rows_of_rank
-        durations = step.seconds if self.measured else step.costs * (self.scale.per_cost / rows)
-        span = waiting(step.objective, topology=step.topology).span
-        slowest = durations.reshape(-1, span, step.num_microbatches).max(axis=1)
+        step, width = self.steps[index], self.width
+        durations = step.seconds if self.measured else step.costs * (self.scale.per_cost / width)
+        sync_size = waiting(step.objective, topology=step.topology).span
+        slowest = durations.reshape(-1, sync_size, step.num_microbatches).max(axis=1)
         ends = np.cumsum(slowest, axis=1)
         return Timeline(
-            starts=np.repeat(ends - slowest, span * rows, axis=0),
-            durations=np.repeat(durations, rows, axis=0),
+            starts=np.repeat(ends - slowest, sync_size * width, axis=0),
+            durations=np.repeat(durations, width, axis=0),
             total=max(0.0 if self.measured else float(self.times[index]), float(ends[:, -1].max())),
-            samples=[row for row in step.samples() for _ in range(rows)],
-            sizes=np.repeat(step.cp_size_grid, rows, axis=0),
+            samples=[slots for slots in step.samples() for _ in range(width)],
+            sizes=np.repeat(step.cp_size_grid, width, axis=0),
         )
 
 
 class Timeline(NamedTuple):
-    """When each micro-batch of one step begins and how long it lasts, `[num_rows, num_microbatches]` as drawn."""
+    """When each micro-batch of one step begins and how long it lasts, `[num_ranks, num_microbatches]` as drawn."""
 
     starts: Floats  # in the unit of the time scale, as durations are
     durations: Floats
     total: float  # end of the step, until which ranks wait
-    samples: list[list[list[int]]]  # [row][slot] ids
-    sizes: NDArray[np.int64]  # context-parallel; 0 where a leaf has no such slot
+    samples: list[list[list[int]]]  # [rank][slot] ids
+    sizes: NDArray[np.int64]  # context-parallel; 0 where a DP×CP rank has no such slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +165,8 @@ class RunFigures:
 
     @cached_property
     def predictions(self) -> Floats:
-        """`[2, n]` predicted and measured seconds of the micro-batches that waited for no other rank."""
-        pairs = [_own_seconds(step) for step in self.record.steps if step.is_measured]
+        """`[2, n]` predicted and measured seconds of micro-batches that waited for no other rank."""
+        pairs = [_unwaited(step) for step in self.record.steps if step.is_measured]
         return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.planned.scale.per_cost], [1]]
 
     def mfu(self, policy: PolicyFigures, *, peak: float) -> float:
@@ -164,31 +174,31 @@ class RunFigures:
         info, rate = self.record.info, self.record.info.environment.get("attention_rate")
         if info.cost_name != "flops" or policy.scale.unit != "s" or not isinstance(rate, int | float):
             return np.nan
-        model, ranks, known = info.cost_model, info.topology, ~np.isnan(policy.times)
+        model, is_known = info.cost_model, ~np.isnan(policy.times)
         # Attention is weighed by its rate, and routed experts may be apart.
         per_token, steps = (1 - rate) * model.linear + model.expert_linear, self.record.steps
         costs = [rate * float(model.local_cost(step.segments).sum()) for step in steps]
         flops = np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
-        return float(flops[known].sum() / (policy.times[known].sum() * ranks.num_gpus * peak * 1e12))
+        return float(flops[is_known].sum() / (policy.times[is_known].sum() * info.topology.num_gpus * peak * 1e12))
 
     @property
     def median_error(self) -> float:
-        """Of the predictions, relative."""
+        """Median relative error of the predictions."""
         predicted, measured = self.predictions
         return float(np.median(np.abs(predicted / measured - 1)))
 
 
 def run_figures(record: RunRecord) -> RunFigures:
     """Compute the figures of a run and of its stock baseline; steps without samples are left out."""
-    kept = tuple(step for step in record.steps if step.lengths.size)
-    if not kept:
-        raise BalanceError("the run holds no step with samples: the first is written when it has run.")
-    record, topology = RunRecord(record.info, kept), record.info.topology
-    scale, rows = time_scale(record), topology.cp_size if topology.dynamic_cp else 1
+    steps = tuple(step for step in record.steps if step.lengths.size)
+    if not steps:
+        raise BalanceError("the record has no step with samples yet: let the run finish its first step.")
+    record, topology = RunRecord(record.info, steps), record.info.topology
+    scale, width = time_scale(record), topology.cp_size if topology.dynamic_cp else 1
     policies = {
-        "stock": PolicyFigures([step.stock() for step in kept], scale, rows),
-        "planned": PolicyFigures(kept, scale),
+        "stock": PolicyFigures([step.stock() for step in steps], scale, width),
+        "planned": PolicyFigures(steps, scale),
     }
-    if any(step.is_measured for step in kept):
-        policies["measured"] = PolicyFigures(kept, TimeScale("s", 1), measured=True)
+    if any(step.is_measured for step in steps):
+        policies["measured"] = PolicyFigures(steps, TimeScale("s", 1), measured=True)
     return RunFigures(record, policies)

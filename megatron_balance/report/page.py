@@ -9,7 +9,6 @@ is escaped; what charts show is in its captions and tables as well.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -18,8 +17,8 @@ import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.report.charts import TITLES, charts_of
-from megatron_balance.report.figures import PolicyFigures, RunFigures
-from megatron_balance.report.timeline_data import timeline_data
+from megatron_balance.report.figures import PolicyFigures, RunFigures, amount
+from megatron_balance.report.timelines import timeline_data
 
 NONE = "–"
 """A cell without a value."""
@@ -75,43 +74,35 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
     out.write_text(page, encoding="utf-8")
 
 
-def amount(value: float, *, unit: str) -> str:
-    """A time or a cost with a readable unit: 12.3 ms, 4.56 PFLOP, 8,192 tokens."""
-    if unit == "tokens":
-        return f"{value:,.0f} tokens"
-    prefixes = {-9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", 21: "Z"}
-    power = min(max(3 * math.floor(math.log10(abs(value) or 1) / 3), -9), 0 if unit == "s" else 21)
-    return f"{value / 10**power:.3g} {prefixes[power]}{unit}"
-
-
 def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
     """The table: the name of a figure, its value under each policy, and measured."""
     rows: list[list[str]] = []
 
-    def add(name: str, value: Callable[[PolicyFigures], str], *, predicted: bool = True) -> None:
-        """A row; `predicted`: of predictions alone."""
-        rows.append([name, *(NONE if predicted and one.measured else value(one) for one in figures.policies.values())])
+    def add(name: str, text: Callable[[PolicyFigures], str], *, is_measured: bool = False) -> None:
+        """A row; a figure that is not `is_measured` is of predictions alone."""
+        policies = figures.policies.values()
+        rows.append([name, *(NONE if policy.measured and not is_measured else text(policy) for policy in policies)])
 
-    add("imbalance (slowest / mean), mean", lambda one: f"{np.nanmean(one.imbalance):.3f}", predicted=False)
-    add("imbalance, worst step", lambda one: f"{np.nanmax(one.imbalance):.3f}", predicted=False)
-    add("step, mean", lambda one: amount(float(np.nanmean(one.times)), unit=one.scale.unit), predicted=False)
+    add("imbalance (slowest / mean), mean", lambda policy: f"{np.nanmean(policy.imbalance):.3f}", is_measured=True)
+    add("imbalance, worst step", lambda policy: f"{np.nanmax(policy.imbalance):.3f}", is_measured=True)
+    add("step, mean", lambda policy: amount(np.nanmean(policy.times), unit=policy.scale.unit), is_measured=True)
     if peak is not None:
         add(
             f"MFU at {peak:g} TFLOP/s",
-            lambda one: f"{figures.mfu(one, peak=peak):.1%}".replace("nan%", NONE),
-            predicted=False,
+            lambda policy: f"{figures.mfu(policy, peak=peak):.1%}".replace("nan%", NONE),
+            is_measured=True,
         )
-    add("waiting that no plan at these sizes removes", lambda one: f"{one.mean('unavoidable_waiting'):.1%}")
-    add("above the lower bound, mean", lambda one: f"{one.mean('over_bound') - 1:+.2%}")
-    add("micro-batches of a rank, mean", lambda one: f"{one.mean('num_microbatches'):.1f}")
-    add("padding, mean", lambda one: f"{one.mean('padding_fraction'):.2%}")
+    add("waiting that no plan at these sizes removes", lambda policy: f"{policy.mean('unavoidable_waiting'):.1%}")
+    add("above the lower bound, mean", lambda policy: f"{policy.mean('over_bound') - 1:+.2%}")
+    add("micro-batches of a rank, mean", lambda policy: f"{policy.mean('num_microbatches'):.1f}")
+    add("padding, mean", lambda policy: f"{policy.mean('padding_fraction'):.2%}")
     if figures.record.info.limits.max_tokens_per_gpu is not None:
-        add("room under the token cap, least", lambda one: f"{one.least_headroom:.1%}")
+        add("room under the token cap, least", lambda policy: f"{policy.least_headroom:.1%}")
     add("moved tokens, of all, mean", _moved_part)
-    for name, what in (("plan", "planning"), ("exchange", "moving samples"), ("exposed", "waiting for both")):
-        spent = np.array([getattr(step, f"{name}_seconds") for step in figures.record.steps])
-        if spent.any():
-            rows.append([f"{what}, mean", *[NONE] * (len(rows[0]) - 2), amount(float(spent.mean()), unit="s")])
+    for name, work in (("plan", "planning"), ("exchange", "moving samples"), ("exposed", "waiting for both")):
+        seconds = np.array([getattr(step, f"{name}_seconds") for step in figures.record.steps])
+        if seconds.any():
+            rows.append([f"{work}, mean", *[NONE] * (len(rows[0]) - 2), amount(seconds.mean(), unit="s")])
     return rows
 
 
