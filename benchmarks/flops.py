@@ -11,7 +11,7 @@ from megatron_formula import megatron_flops
 
 from benchmarks.publish import Measured, table
 from megatron_balance import ModelShape
-from megatron_balance.model import fwd_flops
+from megatron_balance.model.flops import fwd_flops
 
 TITLE = "FLOPs"
 LENGTHS = (4096, 131072)

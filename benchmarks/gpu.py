@@ -25,7 +25,7 @@ from training_run import Recorded, largest_difference, train
 from benchmarks.equality import command as equality
 from benchmarks.publish import RAW, Measured, table
 from megatron_balance.cli import main as megatron_balance
-from megatron_balance.cost import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.runtime.process import environment
 
 TITLE = "One's own GPUs"

@@ -31,7 +31,7 @@ from benchmarks.planner.setups import (
 from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost import ATTENTION_RATES, BETWEEN_NODES, exchange_flops_per_token, profiles
+from megatron_balance.cost.rates import ATTENTION_RATES, BETWEEN_NODES, exchange_flops_per_token, profiles
 from megatron_balance.planner import schedule_metrics
 
 TITLE = "Rates of GPUs"

@@ -18,7 +18,7 @@ from recorded_runs import run_info, write_record
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
-from megatron_balance.cost import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore import add_balance_args
 from megatron_balance.planner import Problem
 from megatron_balance.record import read_record

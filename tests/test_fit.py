@@ -13,8 +13,7 @@ from recorded_runs import run_info
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cli.fit import measurements
-from megatron_balance.cost import Calibration
-from megatron_balance.cost.calibration import Fit, Measurements, fit_microbatches
+from megatron_balance.cost.calibration import Calibration, Fit, Measurements, fit_microbatches
 from megatron_balance.record import RecordWriter, StepRecord, read_record
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)

@@ -27,7 +27,7 @@ from recorded_runs import run_info, write_record
 import megatron_balance
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology
 from megatron_balance.cli import main
-from megatron_balance.cost import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.lengths import read_lengths
 from megatron_balance.record import read_record
 

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.planner.measure import timed
 from benchmarks.planner.setups import Setup, global_batches
 from megatron_balance import Topology, build_data_schedule
-from megatron_balance.cost import MICROBATCH_TOKENS
+from megatron_balance.cost.model import MICROBATCH_TOKENS
 
 SAMPLES_PER_RANK = 64
 SIZES = (64, 256, 1024, 4096, 8192)

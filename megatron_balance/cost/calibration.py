@@ -63,9 +63,9 @@ class Calibration:
 
     def extrapolation(self, longest: int) -> str:
         """A notice where sequences are longer than those that were measured; empty where they are not."""
-        seen = self.origin.get("longest_sequence", longest)
-        said = f"the costs were measured on sequences of up to {seen} tokens: up to {longest} is extrapolated."
-        return said if longest > seen else ""
+        measured = self.origin.get("longest_sequence", longest)
+        notice = f"the costs were measured on sequences of up to {measured} tokens: up to {longest} is extrapolated."
+        return notice if longest > measured else ""
 
     def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
         """The costs of one of `model_parallel_size` ranks, which share tokens and heads; each pays for launches."""
@@ -117,8 +117,8 @@ class Measurements:
     def features(self, exchange: float) -> Floats:
         """`[num_measured, 3]`: 1, tokens, and attention or, where it takes longer, `exchange` a received token."""
         longer = np.maximum(self.core, exchange * self.received)
-        of_slots = np.bincount(self.microbatch_of, weights=longer, minlength=int(self.slots.max()) + 1)
-        return np.column_stack([np.ones_like(self.tokens), self.tokens, of_slots[self.slots]])
+        core = np.bincount(self.microbatch_of, weights=longer, minlength=int(self.slots.max()) + 1)
+        return np.column_stack([np.ones_like(self.tokens), self.tokens, core[self.slots]])
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,11 @@ def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
         return int(rows.sum()) * math.log(error) + moved**2 / 2, coefficients, exchange
 
     def best(rows: NDArray[np.bool_]) -> tuple[Floats, float]:
-        found = fitted(rows, planned)
+        candidate = fitted(rows, planned)
         for octave in (1.0, 0.125) if shared.any() else ():
-            tried = [found[2] * 2.0 ** (octave * step) for step in range(-5, 6)]
-            found = min((fitted(rows, exchange) for exchange in tried), key=lambda one: one[0])
-        return found[1:]
+            tried = [candidate[2] * 2.0 ** (octave * step) for step in range(-5, 6)]
+            candidate = min((fitted(rows, exchange) for exchange in tried), key=lambda fit: fit[0])
+        return candidate[1:]
 
     fold_of, errors = step_of % MAX_FOLDS, np.zeros_like(seconds)
     for fold in np.unique(fold_of):

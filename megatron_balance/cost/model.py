@@ -14,7 +14,6 @@ divided by a power of two, the same on every rank); a longer sample never costs 
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -284,19 +283,19 @@ class CostModel:
         tokens = np.asarray(lengths)
         longest = int(tokens.max(initial=0))
         squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
-        most = ((squares * longest) + self.linear + self.cp_received) * max(longest, 1)
-        exact: NDArray[Any] = tokens if most < MAX_TOTAL_COST else tokens.astype(object)
+        largest = ((squares * longest) + self.linear + self.cp_received) * max(longest, 1)
+        exact: NDArray[Any] = tokens if largest < MAX_TOTAL_COST else tokens.astype(object)
         in_windows = sum(coefficient * causal_pairs(exact, window=window) for window, coefficient in self.windows)
         attention = self.quadratic * exact * exact + in_windows
         costs = self.linear * exact + np.maximum(attention, self.cp_received * exact)
         return costs if tokens.ndim else int(costs)
 
-    def of_each_kind(self) -> tuple[CostModel, ...]:
+    def by_kind(self) -> tuple[CostModel, ...]:
         """What the model would cost if all its chunks were of each kind, in units of 1/1024; itself without `stages`.
 
         Example:
             >>> kinds = (CostModel(linear=1), CostModel(linear=3))
-            >>> [cost(10) for cost in CostModel(linear=7, stages=StageCosts(((0,), (1,)), kinds)).of_each_kind()]
+            >>> [cost(10) for cost in CostModel(linear=7, stages=StageCosts(((0,), (1,)), kinds)).by_kind()]
             [35840, 107520]
         """
         return (self,) if self.stages is None else self.stages.kinds_of(self)
@@ -308,31 +307,25 @@ class CostModel:
 
         `image_patches`: `[num_samples, 2]` int64, the sums of patches and of squared patches over a sample's images.
         """
-        unique, inverse = np.unique(lengths, return_inverse=True)
-        counts, kinds = np.bincount(inverse).tolist(), self.of_each_kind()
-        sums: list[list[int]] = [] if image_patches is None else image_patches.tolist()
+        (unique, inverse), kinds = np.unique(lengths, return_inverse=True), self.by_kind()
         # Python's integers: a sum passes int64 sooner.
-        local = [kind.local_cost(unique).tolist() for kind in kinds]
-        expert = [[kind.expert_linear * length for length in unique.tolist()] for kind in kinds]
-        images = [
-            [kind.image_linear * first + kind.image_quadratic * second for first, second in sums] for kind in kinds
-        ]
-        launches = [kind.per_microbatch for kind in kinds]
-        total = max(
-            launch * lengths.size + sum(image) + sum(map(operator.mul, counts, map(operator.add, own, shared)))
-            for launch, image, own, shared in zip(launches, images, local, expert, strict=True)
-        )
+        local = np.stack([kind.local_cost(unique).astype(object) for kind in kinds])
+        expert = np.stack([kind.expert_linear * unique.astype(object) for kind in kinds])
+        sums = (np.zeros((0, 2)) if image_patches is None else image_patches).astype(object)
+        images = np.stack([sums @ [kind.image_linear, kind.image_quadratic] for kind in kinds])
+        launches = np.array([kind.per_microbatch for kind in kinds], dtype=object)
+        totals = (local + expert) @ np.bincount(inverse).astype(object) + images.sum(axis=1) + launches * lengths.size
         # One bit is left for the ones that rounding up below may add.
-        shift = max(0, total.bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
+        shift = max(0, int(totals.max()).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
-        def scaled(rows: list[list[int]]) -> NDArray[np.int64]:
-            return np.array([[max(value >> shift, 1) if value else 0 for value in row] for row in rows], dtype=np.int64)
+        def scaled(costs: NDArray[Any]) -> NDArray[np.int64]:
+            return np.where(costs > 0, np.maximum(costs >> shift, 1), 0).astype(np.int64)
 
         return SampleCosts(
             scaled(local)[:, inverse],
             scaled(expert)[:, inverse],
             scaled(images),
-            scaled([launches])[0],
+            scaled(launches),
             shift - (STAGE_BITS if self.stages else 0),
         )
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # ModelShape counts its weights
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its mixer and MLP, each None in a hybrid model's layer that is the other.
+    """One layer: its mixer and MLP, each None in a hybrid model's layer that is the polynomial.
 
     `dsa_shared` is sparse attention to the keys that an earlier layer's indexer picked. `window` is the tokens that a
     query attends to, itself included; 0 where it attends to all before it, or to the keys that sparse attention picks.
@@ -91,12 +91,12 @@ class FlopsPolynomial:
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
 
-    def __add__(self, other: FlopsPolynomial) -> FlopsPolynomial:
-        windows = Counter(dict(self.windows)) + Counter(dict(other.windows))
+    def __add__(self, polynomial: FlopsPolynomial) -> FlopsPolynomial:
+        windows = Counter(dict(self.windows)) + Counter(dict(polynomial.windows))
         return FlopsPolynomial(
-            self.linear + other.linear,
-            self.quadratic + other.quadratic,
-            self.expert_linear + other.expert_linear,
+            self.linear + polynomial.linear,
+            self.quadratic + polynomial.quadratic,
+            self.expert_linear + polynomial.expert_linear,
             tuple(sorted(windows.items())),
         )
 

@@ -86,12 +86,12 @@ class _Keys:
     """A configuration's values, by fields of a ModelShape or by their own keys, and the keys that were used."""
 
     def __init__(self, config: Config, model_type: str) -> None:
-        given = {key: value for key, value in config.items() if value is not None}
-        self._values: Config = {**FAMILIES.get(model_type, {}), **given}
+        values = {key: value for key, value in config.items() if value is not None}
+        self._values: Config = {**FAMILIES.get(model_type, {}), **values}
         self.model_type = model_type
-        self.where = f"the Hugging Face config of model_type {model_type!r}"
+        self.source = f"the Hugging Face config of model_type {model_type!r}"
         if model_type == "--model":
-            self.where = "the sizes of --model"
+            self.source = "the sizes of --model"
         self.used: set[str] = set()
 
     def get(self, name: str, *, default: Any = None) -> Any:
@@ -108,19 +108,19 @@ class _Keys:
         value = self.get(name)
         if value is None:
             raise BalanceError(
-                f"{' or '.join(_NAMES.get(name, [name]))} is missing in {self.where}: add it, give ModelShape its "
+                f"{' or '.join(_NAMES.get(name, [name]))} is missing in {self.source}: add it, give ModelShape its "
                 "fields by hand, or balance by tokens."
             )
         return value
 
-    def needed(self, kind: str) -> Fields:
+    def sizes(self, kind: str) -> Fields:
         """Sizes that every layer of a kind has."""
         return {name: self.need(name) for name in NEEDED[kind]}
 
-    def listed(self, name: str, known: set[str]) -> list[str]:
-        """A word for each layer, of those that are known; none where the file has no list."""
+    def listed(self, name: str, vocabulary: set[str]) -> list[str]:
+        """A word of the vocabulary for each layer; none where the file has no list."""
         words: list[str] = list(self.get(name, default=()))
-        unknown = sorted({*words} - known)
+        unknown = sorted({*words} - vocabulary)
         self.refuse((unknown, f"{name} {unknown}"))
         return words
 
@@ -182,21 +182,21 @@ def _fields(keys: _Keys) -> Fields:
             if mlp == "-":
                 result["ffn_hidden_size"] = keys.get("shared_intermediate_size", default=result["ffn_hidden_size"])
         hybrid = {"num_layers": len(pattern), "moe_layer_freq": (), "hybrid_layer_pattern": pattern}
-        return result | hybrid | keys.needed("mamba")
+        return result | hybrid | keys.sizes("mamba")
     if "sliding_attention" in kinds:
         # Hugging Face counts the query's own token in the window, FlashAttention and Megatron do not.
         result["window_size"] = (keys.need("sliding_window") - 1, 0)
         result["window_attn_skip_freq"] = tuple(int(kind == "sliding_attention") for kind in kinds)
     if "linear_attention" in kinds:
         result["linear_attention_freq"] = tuple(int(kind == "linear_attention") for kind in kinds)
-        result |= keys.needed("gated_delta_net")
+        result |= keys.sizes("gated_delta_net")
     return result
 
 
 def _check_layers(keys: _Keys, name: str, number: Any) -> None:
     """Refuse more layers, or a longer period of them, than any model has."""
     if isinstance(number, int | float) and number > MAX_LAYERS:
-        raise BalanceError(f"{name} is {number} in {keys.where}: at most {MAX_LAYERS} are read.")
+        raise BalanceError(f"{name} is {number} in {keys.source}: at most {MAX_LAYERS} are read.")
 
 
 def _layer_kinds(keys: _Keys) -> list[str]:
@@ -205,18 +205,18 @@ def _layer_kinds(keys: _Keys) -> list[str]:
     for name in ("num_hidden_layers", "full_attention_interval", "max_window_layers"):
         _check_layers(keys, name, keys.get(name))
     granite = {"mamba": "linear_attention", "attention": "full_attention"}
-    known = {"full_attention", "sliding_attention", "linear_attention", "indexed_attention"}
-    listed = [granite.get(kind, kind) for kind in keys.listed("layer_types", {*known, *granite})]
+    mixers = {"full_attention", "sliding_attention", "linear_attention", "indexed_attention"}
+    listed = [granite.get(kind, kind) for kind in keys.listed("layer_types", {*mixers, *granite})]
     # Without a list layers repeat a period: letters, G for attention to all, or a number, the last of which is G.
-    other, period = "linear_attention", keys.get("full_attention_interval")
+    local_mixer, period = "linear_attention", keys.get("full_attention_interval")
     if not period and keys.get("sliding_window") and keys.get("use_sliding_window", default=True):
-        other, period = "sliding_attention", keys.get("period of windows", default="")
+        local_mixer, period = "sliding_attention", keys.get("period of windows", default="")
         first = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
         if first is not None:
             period = "G" * first + "L" * (num_layers - first)
         keys.refuse((not listed and not period, "a sliding_window without layer_types, and so layers"))
     pattern = period if isinstance(period, str) else "L" * ((period or 1) - 1) + "G"
-    kinds = listed or ["full_attention" if pattern[i % len(pattern)] == "G" else other for i in range(num_layers)]
+    kinds = listed or ["full_attention" if pattern[i % len(pattern)] == "G" else local_mixer for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise BalanceError(
             f"layer_types has {len(kinds)} entries in the Hugging Face config: num_hidden_layers is {num_layers}."
@@ -261,7 +261,7 @@ def _latent(keys: _Keys, num_layers: int) -> Fields:
     # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
     heads = keys.need("num_attention_heads")
     result: Fields = {
-        **keys.needed("mla"),
+        **keys.sizes("mla"),
         "num_query_groups": heads,
         "kv_channels": keys.need("hidden_size") // heads,
         "multi_latent_attention": True,
@@ -269,7 +269,7 @@ def _latent(keys: _Keys, num_layers: int) -> Fields:
         "qk_pos_emb_head_dim": keys.need("qk_pos_emb_head_dim"),
     }
     if keys.get("dsa_indexer_topk"):
-        result |= keys.needed("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, num_layers)}
+        result |= keys.sizes("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, num_layers)}
         result["dsa_fused"] = keys.get("dsa_kernel_backend", default="none") != "none"  # as Megatron's option
     return result
 
@@ -280,8 +280,8 @@ def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
     if not types:
         freq, offset = max(keys.get("index_topk_freq", default=1), 1), keys.get("index_skip_topk_offset", default=2)
         types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers)]
-    own = tuple(int(kind in ("full", "F")) for kind in types)
-    return () if all(own) else own
+    has_indexer = tuple(int(kind in ("full", "F")) for kind in types)
+    return () if all(has_indexer) else has_indexer
 
 
 def _encoder(keys: _Keys) -> VisionEncoder | None:

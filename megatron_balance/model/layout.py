@@ -31,7 +31,7 @@ class PipelineLayout:
         BalanceError: the chunks are no multiple of the stages.
 
     Example:
-        >>> PipelineLayout.even(10, pp_size=4).num_layers  # the last stage has the output layer as well
+        >>> PipelineLayout.even_split(10, pp_size=4).num_layers  # the last stage has the output layer as well
         (3, 3, 2, 2)
     """
 
@@ -47,7 +47,7 @@ class PipelineLayout:
             )
 
     @classmethod
-    def even(cls, num_layers: int, *, pp_size: int, vpp_size: int = 1) -> PipelineLayout:
+    def even_split(cls, num_layers: int, *, pp_size: int, vpp_size: int = 1) -> PipelineLayout:
         """As many layers on each chunk; where they do not divide, one more on the first ones."""
         chunks = pp_size * vpp_size
         return cls(pp_size, tuple(num_layers // chunks + (chunk < num_layers % chunks) for chunk in range(chunks)))

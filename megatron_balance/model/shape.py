@@ -217,10 +217,10 @@ class ModelShape:
         names = {name.lower(): preset for preset, row in ROWS.items() for name in (preset, row["source"])}
         if name.lower() not in names:
             near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=3)
-            meant = ", ".join(dict.fromkeys(names[match] for match in near)) or "Qwen3-8B, say"
+            similar = ", ".join(dict.fromkeys(names[match] for match in near)) or "Qwen3-8B, say"
             raise BalanceError(
-                f"the model (--model) is {name!r}, which is no preset ({meant}; compare --help has all): give the path "
-                "of its config.json, from its page on Hugging Face (ModelShape.from_hf_config)."
+                f"the model (--model) is {name!r}, which is no preset ({similar}; compare --help has all): give the "
+                "path of its config.json, from its page on Hugging Face (ModelShape.from_hf_config)."
             )
         return cls.from_hf_config(PRESETS[names[name.lower()]])
 

@@ -53,11 +53,9 @@ class VisionEncoder:
 def check_sizes(shape: Any) -> None:
     """Refuse a dataclass whose integers are none, or below 1 where the default is not 0."""
     for field in fields(shape):
-        value, least = getattr(shape, field.name), int(field.default != 0)
-        # An annotation is evaluated or not.
-        if field.type in (int, "int"):
-            name = f"{type(shape).__name__}.{field.name}"
-            object.__setattr__(shape, field.name, check_integer(name, value, least=least))
+        if field.type in (int, "int"):  # an annotation is evaluated or not
+            name, value = f"{type(shape).__name__}.{field.name}", getattr(shape, field.name)
+            object.__setattr__(shape, field.name, check_integer(name, value, least=int(field.default != 0)))
 
 
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:

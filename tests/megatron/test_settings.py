@@ -12,7 +12,7 @@ import pytest
 from test_options import BALANCED, EXPERTS, PACKED, parsed
 
 from megatron_balance import CostModel, ModelShape, Topology
-from megatron_balance.cost import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of
 
 SHAPE = ModelShape.preset("Qwen3-8B")

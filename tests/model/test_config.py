@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_balance import BalanceError, CostModel, ModelShape
-from megatron_balance.model import FAMILIES, PRESETS, ROWS, num_parameters
+from megatron_balance.model.flops import num_parameters
+from megatron_balance.model.hf_config import FAMILIES, PRESETS, ROWS
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text(encoding="utf-8"))
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
-from megatron_balance.model import PRESETS, FlopsPolynomial, Layer, fwd_flops, fwd_flops_by_part
+from megatron_balance.model.flops import FlopsPolynomial, Layer, fwd_flops, fwd_flops_by_part
+from megatron_balance.model.hf_config import PRESETS
 
 DENSE = ModelShape(
     hidden_size=8,

@@ -13,17 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
-from megatron_balance.cost import (
-    ATTENTION_RATES,
-    MAX_TOTAL_COST,
-    Calibration,
-    exchange_flops_per_token,
-    find_profile,
-    fit_seconds,
-    profiles,
-    resolve_cost,
-)
-from megatron_balance.cost.model import StageCosts
+from megatron_balance.cost.calibration import Calibration, fit_seconds
+from megatron_balance.cost.model import MAX_TOTAL_COST, StageCosts
+from megatron_balance.cost.rates import ATTENTION_RATES, exchange_flops_per_token, find_profile, profiles, resolve_cost
 from megatron_balance.model.layout import PipelineLayout
 
 coefficients = st.integers(0, 10**9)
@@ -153,7 +145,7 @@ def test_the_kinds_of_chunks_of_a_pipeline_add_up_to_the_model() -> None:
         model = CostModel.from_shape(shape, ep_size=ep_size, layout=layout)
         assert replace(model, stages=None) == whole
         assert model.stages is not None
-        table, kinds = model.stages.kinds, model.of_each_kind()
+        table, kinds = model.stages.kinds, model.by_kind()
         assert table == ((0, 2), (1, 3))
         for name in ("linear", "expert_linear", "quadratic", "per_microbatch"):
             total = sum(getattr(kinds[kind], name) for stage in table for kind in stage)

@@ -19,7 +19,7 @@ from plan_judge import Batch
 from benchmarks.pipelines.command import CELLS as PIPELINES
 from benchmarks.planner.setups import draw_lengths
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost import profiles
+from megatron_balance.cost.rates import profiles
 from megatron_balance.planner import schedule_metrics
 from megatron_balance.planner.pipeline_plan import plan_pipeline
 

@@ -16,8 +16,10 @@ from megatron_balance import (
     build_data_schedule,
     calculate_fwd_flops,
 )
-from megatron_balance.cost import MAX_TOTAL_COST
-from megatron_balance.model import PRESETS, VisionEncoder, fwd_flops, image_flops
+from megatron_balance.cost.model import MAX_TOTAL_COST
+from megatron_balance.model.flops import fwd_flops, image_flops
+from megatron_balance.model.hf_config import PRESETS
+from megatron_balance.model.vision import VisionEncoder
 
 QWEN = ModelShape.preset("Qwen2.5-VL-7B")
 

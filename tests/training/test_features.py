@@ -14,7 +14,7 @@ from test_matrix import FIGURES, cp_sizes, microbatches, run_of, samples
 from training_run import assert_equal
 
 from megatron_balance.cli import main
-from megatron_balance.cost import Calibration
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore.step import figures
 from megatron_balance.record import read_record
 

@@ -25,7 +25,7 @@ from slime_double import FIVE_LONG, SCHEDULE, build_dp_schedule, parallel_config
 from megatron_balance import BalanceError, CostModel, ModelShape
 from megatron_balance.adapters import slime
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.model import PRESETS
+from megatron_balance.model.hf_config import PRESETS
 
 QWEN3_4B = CostModel.from_shape(ModelShape.preset("Qwen3-4B"))
 
