@@ -32,7 +32,6 @@ from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost.rates import ATTENTION_RATES, BETWEEN_NODES, exchange_flops_per_token, profiles
-from megatron_balance.planner import schedule_metrics
 
 TITLE = "Rates of GPUs"
 PUBLISHED = Path(__file__).with_suffix(".json")
@@ -240,7 +239,7 @@ def _plan(batch: Any, setup: Setup, cost: CostModel) -> Any:
 
 
 def _seconds(plan: Any, cost: CostModel) -> float:
-    return schedule_metrics(plan, cost_model=cost).predicted_cost
+    return plan.metrics(cost_model=cost).predicted_cost
 
 
 def section(figures: Mapping[str, Any]) -> str:

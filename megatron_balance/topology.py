@@ -91,6 +91,11 @@ class Topology:
         return self.dp_cp_size * self.tp_size * self.pp_size
 
     @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that share the cost of a micro-batch of a data-parallel rank; with `dynamic_cp` of a DP×CP rank."""
+        return self.tp_size * self.pp_size * (1 if self.dynamic_cp else self.cp_size)
+
+    @property
     def num_sockets(self) -> int:
         """Sockets of this package's on one rank, at most: of its data-parallel group, and in its model replica.
 

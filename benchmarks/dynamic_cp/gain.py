@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from training_run import ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
-from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step, predicted_cost
+from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.topology import Limits, Topology
 
@@ -116,7 +116,7 @@ def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibra
         "cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in own],
         "seconds": [max(rank["seconds"] for rank in step) for step in own],
         "alone_cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in of_run],
-        "predicted_seconds": predicted_cost(schedule) / UNITS_PER_SECOND,
+        "predicted_seconds": schedule.predicted_cost / UNITS_PER_SECOND,
         "mean_cp_size": float((schedule.lengths * schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]).sum())
         / float(schedule.lengths.sum()),
         "loss_difference": largest_difference(alone, reference=compared, key="lm_loss"),

@@ -72,7 +72,6 @@ def measure_cell(
         samples = batch_of(schedule)
         assert isinstance(samples, SizedBatch)
         ideal = sum(cost_model(0)(length) for length in batch.tolist()) / samples.dp_cp_size
-        ideal /= 1 << schedule.cost_shift
         level = setup.topology.cp_size.bit_length() - 1
         ours.append(schedule.predicted_cost / ideal)
         bounds.append(schedule.lower_bound / ideal)

@@ -71,8 +71,3 @@ def shared_cost(cost_model: CostModel, *, cp_size: int) -> CostModel:
         cp_exchange=0,
         cp_received=cost_model.cp_exchange * (cp_size - 1) // cp_size,
     )
-
-
-def predicted_cost(schedule: DataSchedule) -> int:
-    """Time of a plan, in the cost model's units."""
-    return schedule.predicted_cost << schedule.cost_shift

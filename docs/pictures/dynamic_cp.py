@@ -13,7 +13,6 @@ from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost.rates import BETWEEN_NODES, exchange_flops_per_token
-from megatron_balance.planner import schedule_metrics
 
 PICTURE = Path(__file__).parent / "dynamic_cp.svg"
 SHAPE = ModelShape.preset("Qwen3-8B")
@@ -32,21 +31,21 @@ TIME = "predicted time; 1 is a bound that no plan can beat"
 def panels() -> tuple[Panel, Panel]:
     """One size for all, then a size for each micro-batch."""
     dynamic = build_data_schedule(LENGTHS, cost_model=COST_MODEL, topology=TOPOLOGY, limits=LIMITS)
-    bound = schedule_metrics(dynamic).lower_bound
+    bound = dynamic.lower_bound
     at_one_size = COST_MODEL.summed_over_cp(TOPOLOGY.cp_size)
     fixed = build_data_schedule(
         LENGTHS, cost_model=at_one_size, topology=TOPOLOGY.with_cp_size(TOPOLOGY.cp_size), limits=LIMITS
     )
     return (
-        _panel(f"Context-parallel size {TOPOLOGY.cp_size} for all samples", fixed, bound=bound * TOPOLOGY.cp_size),
+        _panel(f"Context-parallel size {TOPOLOGY.cp_size} for all samples", fixed, bound=bound),
         _panel("A size for each micro-batch", dynamic, bound=bound),
     )
 
 
 def _panel(title: str, schedule: DataSchedule, *, bound: int) -> Panel:
-    """Micro-batches end to end, each over the ranks that share it; `bound` in the costs of the schedule."""
+    """Micro-batches end to end, each over the ranks that share it; costs are those of one GPU."""
     cp_size = TOPOLOGY.dp_cp_size // len(schedule.ranks)
-    times = schedule.cost_grid * 2.0**schedule.cost_shift / bound
+    times = schedule.cost_grid / bound
     ends = np.cumsum(times, axis=1)
     bars: list[Bar] = []
     for row, (sizes, slots) in enumerate(zip(schedule.cp_sizes, schedule.ranks, strict=True)):

@@ -14,7 +14,7 @@ from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.planner import Pipeline, makespans, schedule_metrics
+from megatron_balance.planner import Pipeline, makespans
 
 HERE = Path(__file__).parent
 COST_MODEL = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
@@ -109,7 +109,7 @@ def _pipeline() -> Picture:
 
 def _meeting_once(title: str, schedule: DataSchedule) -> Panel:
     """Micro-batches end to end; ranks wait at the end of the step."""
-    figures = schedule_metrics(schedule, cost_model=COST_MODEL)
+    figures = schedule.metrics(cost_model=COST_MODEL)
     seconds = _judged(schedule) / figures.lower_bound
     bars: list[Bar] = []
     for rank, of_rank in enumerate(seconds):
@@ -126,7 +126,7 @@ def _meeting_once(title: str, schedule: DataSchedule) -> Panel:
 
 def _meeting_always(title: str, schedule: DataSchedule) -> Panel:
     """Micro-batches in slots; ranks wait at the end of each."""
-    figures = schedule_metrics(schedule, objective="microbatch")
+    figures = schedule.metrics(objective="microbatch")
     seconds = _judged(schedule) / figures.lower_bound
     ends = np.cumsum(seconds.max(axis=0))
     bars: list[Bar] = []
@@ -140,8 +140,8 @@ def _meeting_always(title: str, schedule: DataSchedule) -> Panel:
 
 def _in_stages(title: str, schedule: DataSchedule) -> Panel:
     """One rank's stages under one-forward-one-backward, as in `planner/times.py`."""
-    costs, pp_size = schedule.cost_grid[0], schedule.topology.pp_size
-    bound = schedule_metrics(schedule, objective="pipeline").lower_bound >> schedule.cost_shift
+    pp_size = schedule.topology.pp_size
+    costs, bound = schedule.cost_grid[0] * pp_size, schedule.metrics(objective="pipeline").lower_bound
     unit = 3 * pp_size * bound
     ends = _one_forward_one_backward(costs, pp_size=pp_size)
     makespan = makespans(costs[None, None], Pipeline(pp_size))[0]

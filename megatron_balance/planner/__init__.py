@@ -10,15 +10,9 @@ from megatron_balance.planner.build import balance, build_data_schedule
 from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.fixed_ranks import karmarkar_karp, partition_items
 from megatron_balance.planner.inputs import Images, Problem, as_integers, number_groups
-from megatron_balance.planner.metrics import (
-    ScheduleMetrics,
-    plan_metrics,
-    schedule_metrics,
-    slowest_over_mean,
-    unavoidable_waiting,
-)
+from megatron_balance.planner.metrics import ScheduleMetrics, batch_of, slowest_over_mean, unavoidable_waiting
 from megatron_balance.planner.pipeline import Pipeline, makespans
-from megatron_balance.planner.schedule import DataSchedule, batch_of
+from megatron_balance.planner.schedule import Assignment, DataSchedule
 from megatron_balance.planner.times import (
     OBJECTIVES,
     is_makespan,
@@ -28,6 +22,7 @@ from megatron_balance.planner.times import (
 )
 
 __all__ = [
+    "Assignment",
     "Batch",
     "DataSchedule",
     "Images",
@@ -45,10 +40,8 @@ __all__ = [
     "organ_pipe_order",
     "number_groups",
     "partition_items",
-    "plan_metrics",
     "Pipeline",
     "resolve_objective",
-    "schedule_metrics",
     "slowest_over_mean",
     "unavoidable_waiting",
     "waiting",

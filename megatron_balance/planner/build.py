@@ -35,17 +35,15 @@ from megatron_balance.planner.inputs import (
     number_groups,
 )
 from megatron_balance.planner.locality import keep_local
+from megatron_balance.planner.metrics import batch_of
 from megatron_balance.planner.padded import plan_padded
 from megatron_balance.planner.pipeline_plan import plan_pipeline
 from megatron_balance.planner.plan import plan
-from megatron_balance.planner.schedule import DataSchedule, batch_of
+from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
 ALGORITHMS = ("level_packing", "karmarkar_karp")
 """Names that `--balance-algorithm` and `build_data_schedule` take, besides `auto`."""
-
-KEEP_GROUPS = ("rank", "step")
-"""`rank`: a group runs on one rank. `step`: it runs in one optimiser step, which one global batch is anyway."""
 
 
 def balance(
@@ -54,7 +52,7 @@ def balance(
     num_ranks: int,
     max_tokens: int,
     model: ModelShape | CostModel | None = None,
-    meet: str = "step",
+    objective: str = "step",
     max_samples: int | None = None,
     num_microbatches: int | None = None,
     allow_empty: bool = True,
@@ -68,7 +66,7 @@ def balance(
         num_ranks: data-parallel ranks.
         max_tokens: tokens that a micro-batch holds at most; a longer sample runs alone.
         model: whose FLOPs are balanced, or a cost model; None to balance tokens.
-        meet: `step` where ranks wait for one another once a step, `microbatch` where they do in every micro-batch
+        objective: `step` where ranks wait for one another once a step, `microbatch` where they do in every micro-batch
             (experts spread over ranks, FSDP).
         max_samples: samples that a micro-batch holds at most.
         num_microbatches: micro-batches of each rank, where the host fixes it (gradient accumulation).
@@ -94,8 +92,8 @@ def balance(
     check_kind("allow_empty", allow_empty, bool)
     if model is not None and not isinstance(model, (ModelShape, CostModel)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
-    if meet not in ("step", "microbatch"):
-        raise BalanceError(f"meet is {meet!r}: it must be step or microbatch.")
+    if objective not in ("step", "microbatch"):
+        raise BalanceError(f"objective is {objective!r}: it must be step or microbatch.")
     if kinds is not None and num_microbatches is not None:
         raise BalanceError(
             f"num_microbatches is {num_microbatches} with kinds, each of which has its own: leave it out."
@@ -111,11 +109,11 @@ def balance(
     for kind in range(int(kind_of.max(initial=0)) + 1):
         ids = np.flatnonzero(kind_of == kind)
         if padded:
-            batch = make_batch(Problem.of(tokens[ids], objective=meet, **arguments))
+            batch = make_batch(Problem.of(tokens[ids], objective=objective, **arguments))
             planned = plan_padded(batch, most=limits.micro_batch_size, num_microbatches=num_microbatches)
         else:
             number = num_microbatches
-            planned = build_data_schedule(tokens[ids], objective=meet, num_microbatches=number, **arguments).ranks
+            planned = build_data_schedule(tokens[ids], objective=objective, num_microbatches=number, **arguments).ranks
         for rank, slots in zip(ranks, planned, strict=True):
             rank += [ids[list(slot)].tolist() for slot in slots]
     if not allow_empty and not all(slot for slots in ranks for slot in slots):
@@ -138,7 +136,6 @@ def build_data_schedule(
     num_segments: Sequence[int] | NDArray[Any] | None = None,
     image_patches: Sequence[Sequence[int]] | Images | None = None,
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
-    keep_groups: str = "rank",
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
     move_samples: bool = True,
     ranks_per_node: int | None = None,
@@ -159,11 +156,10 @@ def build_data_schedule(
         num_segments: `[num_samples]` segments of each sample, each padded by itself; 0 is legal.
         image_patches: `[num_samples]` for each sample the patches of each of its images, which a vision encoder runs
             on the sample's rank before the language model runs its tokens, or their sums; None for no images.
-        groups: `[num_samples]` id of the group of each sample, any number or string.
-        keep_groups: `rank` keeps each group on one rank; `step` asks for nothing, since a global batch is
-            one optimiser step.
+        groups: `[num_samples]` id of the group of each sample, any number or string: a group stays on one rank.
         home_ranks: `[num_samples]` data-parallel rank that loaded each sample: interchangeable ranks and slots are
-            exchanged so that fewer tokens leave it, at equal costs. With `Topology.dynamic_cp` they are only noted.
+            exchanged so that fewer tokens leave it, at equal costs. Sizes of their own do not use
+            them.
         move_samples: False keeps every sample on its home rank.
         ranks_per_node: data-parallel ranks of one node; samples that move stay on their node where possible.
 
@@ -200,20 +196,22 @@ def build_data_schedule(
     homes = problem.home_ranks
     if homes is None and not move_samples:
         raise BalanceError("move_samples is False: home_ranks must say which rank loaded each sample.")
-    kept = _kept_groups(groups, keep_groups=keep_groups, num_samples=problem.lengths.size)
+    kept = None if groups is None else number_groups(groups)
+    if kept is not None and kept.size != problem.lengths.size:
+        raise BalanceError(f"groups has {kept.size} ids: it must have one for each of {problem.lengths.size} samples.")
     if kept is not None and homes is not None and not move_samples:
         split = groups_that_split(kept, ranks=homes)
         if split.size:
             raise BalanceError(
                 f"move_samples is False, but {split.size} groups were loaded by more than one rank: let samples "
-                "move, or set keep_groups to 'step'."
+                "move, or leave groups out."
             )
     if topology.dynamic_cp:
         # These bind samples, or work on them, to one rank, but others share them by context parallelism.
         for is_set, name, remedy in (
             (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
             (not move_samples, "move_samples=False", "let samples move"),
-            (kept is not None, "keep_groups='rank'", "set it to 'step'"),
+            (kept is not None, "groups", "leave them out"),
             (image_patches is not None, "image_patches", "leave them out"),
             (ranks_per_node is not None, f"ranks_per_node={ranks_per_node}", "leave it out"),
             (num_microbatches is not None, f"num_microbatches={num_microbatches}", "leave it out"),
@@ -276,17 +274,3 @@ def _planned(
     if counts_samples or most is None or int(np.bincount(planned.microbatch_of, minlength=1).max()) <= most:
         return planned
     return within(batch.with_sample_cap(most))
-
-
-def _kept_groups(
-    groups: Sequence[Hashable] | NDArray[Any] | None, *, keep_groups: str, num_samples: int
-) -> Ints | None:
-    """Groups that must share a rank, numbered from 0, `[num_samples]`; None where there are none."""
-    if keep_groups not in KEEP_GROUPS:
-        raise BalanceError(f"keep_groups is {keep_groups!r}: it must be one of {', '.join(KEEP_GROUPS)}.")
-    if groups is None:
-        return None
-    numbers = number_groups(groups)
-    if numbers.size != num_samples:
-        raise BalanceError(f"groups has {numbers.size} ids: it must have one for each of {num_samples} samples.")
-    return numbers if keep_groups == "rank" else None

@@ -7,17 +7,20 @@ at all, such as the stock order, is judged by `plan_metrics` beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.dynamic_cp import SizedBatch
+from megatron_balance.cost.model import MAX_TOTAL_COST
+from megatron_balance.planner.batch import Batch, make_batch, sums
+from megatron_balance.planner.dynamic_cp import SizedBatch, make_sized_batch
 from megatron_balance.planner.inputs import Ints, Problem
-from megatron_balance.planner.schedule import DataSchedule, batch_of
-from megatron_balance.planner.times import resolve_objective, waiting
+from megatron_balance.planner.times import waiting
 from megatron_balance.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron_balance.planner.schedule import Assignment
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,8 @@ class ScheduleMetrics:
 
     Attributes:
         objective: `step`, `microbatch` or `pipeline`.
-        predicted_cost: the objective's value, in units of the cost model (`2**cost_shift` taken back in). A rank is
-            `cp_size` GPUs; with dynamic context-parallel sizes it is one of the `dp_size * cp_size` leaves, here and
-            below.
+        predicted_cost: the objective's value, on one GPU in units of the cost model. Below, a rank is a data-parallel
+            one; with dynamic context-parallel sizes one of the `dp_size * cp_size` DP×CP ranks.
         lower_bound: a cost that no plan can beat, same units.
         over_bound: predicted_cost / lower_bound; 1.0 is perfect.
         unavoidable_waiting: the part of the GPUs' time that they wait even in a plan at its lower bound, since a sample
@@ -40,10 +42,10 @@ class ScheduleMetrics:
         pipeline_imbalance: longest makespan over that of the same number of equal micro-batches, so that their
             bubble is not counted; step_imbalance where there is one stage.
         padding_fraction: padding over padded tokens.
-        peak_tokens: padded tokens of the fullest micro-batch; with dynamic sizes of a leaf's part of it.
+        peak_tokens: padded tokens of the fullest micro-batch; with dynamic sizes of a rank's part of it.
         cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
         num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
-        num_microbatches: slots of a rank; with dynamic sizes the most of a leaf.
+        num_microbatches: slots of a rank; with dynamic sizes the most of a rank.
         num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
@@ -72,24 +74,36 @@ class ScheduleMetrics:
     tokens_by_cp_size: tuple[tuple[int, int], ...]
 
 
-def schedule_metrics(
-    schedule: DataSchedule, *, cost_model: CostModel | None = None, objective: str | None = None
-) -> ScheduleMetrics:
-    """Figures of a schedule, by another cost model or objective than its own where given; slots keep their order."""
-    objective = resolve_objective(objective or schedule.objective, topology=schedule.topology)
-    judged = replace(schedule, cost_model=cost_model or schedule.cost_model, objective=objective)
-    return plan_metrics(judged, schedule.microbatch_of, schedule.cp_size_grid)
+class GpuCosts(NamedTuple):
+    """Costs of an assignment on one GPU, in units of the cost model, rounded up: as in a DataSchedule."""
+
+    grid: NDArray[Any]
+    predicted: int
+    bound: int
 
 
-def plan_metrics(problem: Problem, microbatch_of: Ints, cp_sizes: Ints) -> ScheduleMetrics:
-    """Figures of samples in micro-batches: `microbatch_of` and `cp_size_grid` of a DataSchedule."""
+def gpu_costs(batch: Batch | SizedBatch, microbatch_of: Ints, cp_sizes: Ints, *, topology: Topology) -> GpuCosts:
+    """The costs of an assignment; the stages of a makespan have shared the work already."""
+    grid, gpus, unit = batch.cost_grid(microbatch_of, cp_sizes), topology.gpus_per_rank, 1 << batch.shift
+    if batch.shift and int(grid.astype(object).sum()) * unit >= MAX_TOTAL_COST:
+        grid = grid.astype(object)
+    stages = topology.pp_size if batch.waiting.is_makespan else 1
+    times = (batch.time(microbatch_of, cp_sizes), batch.lower_bound())
+    return GpuCosts(-(-grid * unit // gpus), *(-(-time * unit * stages // gpus) for time in times))
+
+
+def batch_of(problem: Problem) -> Batch | SizedBatch:
+    """A global batch in integers, at one size or at all of its topology."""
+    return make_sized_batch(problem) if problem.topology.dynamic_cp else make_batch(problem)
+
+
+def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
+    """Figures of samples in micro-batches."""
+    problem, microbatch_of, cp_sizes = assignment, assignment.microbatch_of, assignment.cp_size_grid
     topology, limits, original = problem.topology, problem.limits, problem.lengths
     batch = batch_of(problem)
-    grid, predicted, bound = (
-        batch.cost_grid(microbatch_of, cp_sizes),
-        batch.time(microbatch_of, cp_sizes),
-        batch.lower_bound(),
-    )
+    costs = gpu_costs(batch, microbatch_of, cp_sizes, topology=topology)
+    grid, predicted, bound = costs
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
 
     sizes = cp_sizes.reshape(-1)[microbatch_of]
@@ -112,19 +126,17 @@ def plan_metrics(problem: Problem, microbatch_of: Ints, cp_sizes: Ints) -> Sched
     of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
     return ScheduleMetrics(
         objective=problem.objective,
-        predicted_cost=predicted << batch.shift,
-        lower_bound=bound << batch.shift,
+        predicted_cost=predicted,
+        lower_bound=bound,
         over_bound=predicted / bound if bound else 1.0,
-        unavoidable_waiting=unavoidable_waiting(
-            grid, lower_bound=bound, objective=problem.objective, topology=topology
-        ),
+        unavoidable_waiting=unavoidable_waiting(grid, lower_bound=bound),
         single_sample_floor=batch.single_sample_floor(),
         step_imbalance=step_imbalance,
         microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
         pipeline_imbalance=(
             step_imbalance
             if topology.pp_size == 1
-            else _pipeline_imbalance(microbatch_of, cp_sizes, grid=grid, batch=batch, topology=topology)
+            else _pipeline_imbalance(microbatch_of, cp_sizes, batch=batch, topology=topology)
         ),
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
@@ -146,7 +158,7 @@ def plan_metrics(problem: Problem, microbatch_of: Ints, cp_sizes: Ints) -> Sched
     )
 
 
-def slowest_over_mean(grid: Ints | NDArray[np.float64], *, objective: str, topology: Topology) -> float:
+def slowest_over_mean(grid: NDArray[Any], *, objective: str, topology: Topology) -> float:
     """The slowest over the mean, of costs or of measured seconds, `[num_ranks, num_microbatches]`; 1.0 where all are 0.
 
     `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one another there, and
@@ -158,27 +170,24 @@ def slowest_over_mean(grid: Ints | NDArray[np.float64], *, objective: str, topol
     return float(of_groups.max()) / mean if mean else 1.0
 
 
-def unavoidable_waiting(grid: Ints, *, lower_bound: int, objective: str, topology: Topology) -> float:
+def unavoidable_waiting(grid: NDArray[Any], *, lower_bound: int) -> float:
     """The part of the GPUs' time, from 0 to 1, that they wait even in a plan at its lower bound (ScheduleMetrics).
 
-    `grid`: costs of any plan of the batch, `[num_ranks, num_microbatches]`. A rank's cost is spread over the stages of
-    its pipeline, whose bubble of equal micro-batches is not counted.
+    `grid`: costs of any plan of the batch on each GPU, `[num_ranks, num_microbatches]`. The bubble of a pipeline's
+    equal micro-batches is not counted.
 
     Examples:
         >>> costs = np.array([[900], [100], [100], [100]])  # one sample is three quarters of the work of four ranks
-        >>> unavoidable_waiting(costs, lower_bound=900, objective="step", topology=Topology(4))
+        >>> unavoidable_waiting(costs, lower_bound=900)
         0.6666666666666667
     """
-    stages = waiting(objective, topology=topology).pipeline.num_stages
-    even = float(grid.sum()) / (len(grid) * stages)
-    return max(1 - even / lower_bound, 0.0) if lower_bound else 0.0
+    return max(1 - float(grid.sum()) / (len(grid) * lower_bound), 0.0) if lower_bound else 0.0
 
 
-def _pipeline_imbalance(
-    microbatch_of: Ints, cp_sizes: Ints, *, grid: Ints, batch: Batch | SizedBatch, topology: Topology
-) -> float:
-    """See ScheduleMetrics. `grid`: `[num_ranks, num_microbatches]`."""
-    # Ranks that meet in micro-batches do so on every stage; with sizes of their own all leaves do.
+def _pipeline_imbalance(microbatch_of: Ints, cp_sizes: Ints, *, batch: Batch | SizedBatch, topology: Topology) -> float:
+    """See ScheduleMetrics."""
+    grid = batch.cost_grid(microbatch_of, cp_sizes)
+    # Ranks that meet in micro-batches do so on every stage; with sizes of their own all do.
     objective = "microbatch" if topology.dynamic_cp and topology.sync_size > 1 else "pipeline"
     where = waiting(objective, topology=topology)
     even = int(where.times(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))[0])

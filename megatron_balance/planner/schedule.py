@@ -1,59 +1,115 @@
 """The plan of one global batch, and the invariants that hold for every plan.
 
 A micro-batch is a first rank, its ranks and a slot. At one context-parallel size its rank is a data-parallel rank. With
-`Topology.dynamic_cp` ranks are the `dp_size * cp_size` leaves, leaf `dp_rank * cp_size + cp_rank`, and a micro-batch
-has as many neighbouring leaves as its size says.
+`Topology.dynamic_cp` ranks are the `dp_size * cp_size` DP×CP ranks, `dp_rank * cp_size + cp_rank`, and a micro-batch
+has as many neighbouring ranks as its size says.
 
     placed once     every sample is in exactly one micro-batch
-    aligned         a micro-batch of s leaves starts at a multiple of s, and all its leaves run it in the same slot: the
-                    order of slots is the order in which leaves meet, so none wait for one another in a circle
-    even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple; leaves that meet
-                    outside of groups only at the end of the step may have fewer, at least one
-    last slot       a micro-batch is in the last slot of all its leaves or of none
+    aligned         a micro-batch of s ranks starts at a multiple of s, and all its ranks run it in the same slot: they
+                    meet in the order of slots, so there is no circular wait
+    even slots      every rank has num_microbatches micro-batches, a multiple of microbatch_multiple; DP×CP ranks that
+                    meet outside of groups only at the end of the step may have fewer, at least one
+    last slot       a micro-batch is in the last slot of all its ranks or of none
     cap             a micro-batch over the cap holds one single over-long sample, at the largest size; none holds more
                     samples than `Limits.micro_batch_size`
     no empty slot   at one size an empty micro-batch, run as a masked dummy, exists only where there are fewer samples
                     than slots: over all ranks, or on that rank where samples or groups are bound to ranks
     home            where samples may not move, every one is on its home rank
     groups          where groups are kept on a rank, every one is on one rank
-    honest costs    cost_grid and predicted_cost follow from the placement, and lower_bound is not above
+    honest costs    cost_grid and predicted_cost follow from the assignment, and lower_bound is not above
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_balance.planner.batch import Batch, make_batch, sums
-from megatron_balance.planner.dynamic_cp import SizedBatch, make_sized_batch
+from megatron_balance.cost.model import CostModel
+from megatron_balance.planner.batch import Batch, sums
+from megatron_balance.planner.dynamic_cp import SizedBatch
 from megatron_balance.planner.inputs import Ints, Problem, groups_that_split, sum_segments
+from megatron_balance.planner.metrics import ScheduleMetrics, batch_of, gpu_costs, plan_metrics
+from megatron_balance.planner.times import resolve_objective
 
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every rank, for every slot: sample ids, which are positions in the global batch."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DataSchedule(Problem):
-    """The plan of one global batch. Two plans are the same where their `digest()` is.
-
-    With `Topology.dynamic_cp` a rank is a leaf, `microbatch_of` names the first leaf of a sample's micro-batch, and
-    `cost_grid` is 0 where a leaf has no such slot.
+class Assignment(Problem):
+    """Samples in micro-batches, be it a plan or what a run did.
 
     Attributes:
-        microbatch_of: `[num_samples]` int64 `rank * num_microbatches + slot` of each sample.
-        num_microbatches: slots of every rank; the most of a leaf.
-        cp_size_grid: `[num_ranks, num_microbatches]` int64 ranks that share each micro-batch by context parallelism; of
-            leaves 1 for a dummy, 0 where a leaf has no such slot.
-        cost_grid: `[num_ranks, num_microbatches]` int64: the costs of a micro-batch's samples, plus
-            `per_microbatch` for every slot, plus an even share of its expert-parallel group's work.
-        cost_shift: costs here are in units of `2**cost_shift` of the cost model's.
-        predicted_cost: the objective's value. `step`: the largest row sum; `microbatch`: the sum over slots
-            of the costliest rank that meets there, of the slowest group, with images the costliest encoder part and
-            the costliest language part; `pipeline`: the largest makespan.
-        lower_bound: a cost that no plan that moves samples freely can beat, same units.
+        microbatch_of: `[num_samples]` int64 `rank * num_microbatches + slot` of each sample; with dynamic sizes the
+            first rank of its micro-batch.
+        cp_size_grid: `[num_ranks, num_microbatches]` int64 ranks that share each micro-batch by context parallelism;
+            with dynamic sizes 1 for a dummy, 0 where a rank has no such slot.
+    """
+
+    microbatch_of: Ints
+    cp_size_grid: Ints
+
+    @property
+    def num_microbatches(self) -> int:
+        """Slots of every rank; with dynamic sizes the most of a rank."""
+        return self.cp_size_grid.shape[1]
+
+    def owner_slots(self) -> Ints:
+        """`first_rank * num_microbatches + slot` of every rank's micro-batches, `[num_ranks, num_microbatches]`."""
+        ranks = np.arange(len(self.cp_size_grid))[:, None]
+        first = ranks - ranks % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else ranks
+        return first * self.num_microbatches + np.arange(self.num_microbatches)
+
+    def sample_ids(self) -> Ints:
+        """All sample ids, rank by rank and slot by slot, each once, `[num_samples]`."""
+        # A stable sort leaves the ids of a slot ascending.
+        return np.argsort(self.microbatch_of, kind="stable")
+
+    def samples(self) -> list[list[tuple[int, ...]]]:
+        """`[num_ranks][num_microbatches]` sample ids, ascending; the same for all ranks that share a micro-batch."""
+        ids: list[int] = self.sample_ids().tolist()
+        ends: list[int] = np.cumsum(self._counts()).tolist()
+        microbatches = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        return [[microbatches[index] for index in slots] for slots in self.owner_slots().tolist()]
+
+    def metrics(self, *, cost_model: CostModel | None = None, objective: str | None = None) -> ScheduleMetrics:
+        """Figures of the assignment, by another cost model or objective than its own where given.
+
+        Example:
+            >>> from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+            >>> schedule = build_data_schedule(
+            ...     [7, 5, 4, 4], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(16)
+            ... )
+            >>> schedule.metrics().step_imbalance  # 11 tokens on one rank, 9 on the other
+            1.1
+        """
+        objective = resolve_objective(objective or self.objective, topology=self.topology)
+        return plan_metrics(replace(self, cost_model=cost_model or self.cost_model, objective=objective))
+
+    def _counts(self) -> Ints:
+        return np.bincount(self.microbatch_of, minlength=self.cp_size_grid.size)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DataSchedule(Assignment):
+    """The plan of one global batch. Two plans are the same where their `digest()` is.
+
+    With `Topology.dynamic_cp` a rank is a DP×CP rank, and `cost_grid` is 0 where it has no such slot. Costs are those
+    of one GPU in units of the cost model, rounded up, so that plans of one batch can be compared whatever their sizes.
+
+    Attributes:
+        cost_grid: `[num_ranks, num_microbatches]` costs of a micro-batch's samples, plus `per_microbatch` for every
+            slot, plus an even share of its expert-parallel group's work, on each of its GPUs (all stages of a pipeline
+            have the same share). int64, or Python's integers where these do not fit.
+        predicted_cost: the objective's value. `step`: the largest sum over a rank's slots; `microbatch`: the sum over
+            slots of the costliest rank that meets there, of the slowest group, with images the costliest encoder phase
+            and the costliest language phase; `pipeline`: the largest makespan.
+        lower_bound: a cost that no plan that moves samples freely can beat.
         objective: `step`, `microbatch` or `pipeline`.
         algorithm: name of the algorithm that made the plan.
         lengths: `[num_samples]` int64 original tokens.
@@ -69,13 +125,19 @@ class DataSchedule(Problem):
         topology: the ranks.
         limits: token or sample cap of a micro-batch.
         cost_model: cost of a sample.
+
+    Example:
+        >>> from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+        >>> schedule = build_data_schedule(
+        ...     [7, 5, 4, 4], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(16)
+        ... )
+        >>> print(schedule)
+        2 ranks × 1 micro-batch, 1.100 × bound
+        >>> schedule.microbatch(0, 0), schedule.cost_grid.tolist()
+        ((0, 3), [[11], [9]])
     """
 
-    microbatch_of: Ints
-    num_microbatches: int
-    cp_size_grid: Ints
-    cost_grid: Ints
-    cost_shift: int
+    cost_grid: NDArray[Any]
     predicted_cost: int
     lower_bound: int
     algorithm: str
@@ -96,17 +158,16 @@ class DataSchedule(Problem):
         move_samples: bool = True,
         groups: Ints | None = None,
     ) -> DataSchedule:
-        """The schedule that places samples so, with its costs and its bound; `batch`: `batch_of(problem)`."""
+        """The schedule that assigns samples so, with its costs and its bound; `batch`: `batch_of(problem)`."""
         batch = batch_of(problem) if batch is None else batch
+        costs = gpu_costs(batch, microbatch_of, cp_sizes, topology=problem.topology)
         return cls(
             **{field.name: getattr(problem, field.name) for field in fields(Problem)},
             microbatch_of=microbatch_of,
-            num_microbatches=cp_sizes.shape[1],
             cp_size_grid=cp_sizes,
-            cost_grid=batch.cost_grid(microbatch_of, cp_sizes),
-            cost_shift=batch.shift,
-            predicted_cost=batch.time(microbatch_of, cp_sizes),
-            lower_bound=batch.lower_bound(),
+            cost_grid=costs.grid,
+            predicted_cost=costs.predicted,
+            lower_bound=costs.bound,
             algorithm=algorithm,
             padded_lengths=problem.padded(cp_sizes.reshape(-1)[microbatch_of]),
             oversized=tuple(batch.oversized.tolist()),
@@ -114,18 +175,30 @@ class DataSchedule(Problem):
             groups=groups,
         )
 
+    def __str__(self) -> str:
+        (num_ranks, number), bound = self.cp_size_grid.shape, max(self.lower_bound, 1)
+        ranks = "DP×CP rank" if self.topology.dynamic_cp else "rank"
+        counts = [
+            f"{count} {noun}{'s' * (count != 1)}" for count, noun in ((num_ranks, ranks), (number, "micro-batch"))
+        ]
+        counts[1] = counts[1].replace("batchs", "batches")
+        return f"{' × '.join(counts)}, {max(self.predicted_cost, 1) / bound:.3f} × bound"
+
+    def __repr__(self) -> str:
+        return f"<DataSchedule of {self.lengths.size} samples: {self}>"
+
     @cached_property
     def ranks(self) -> Ranks:
         """`ranks[rank][slot]` are the sample ids of that micro-batch, ascending; the same for all that share it."""
-        ids: list[int] = self.sample_ids().tolist()
-        ends: list[int] = np.cumsum(self._counts()).tolist()
-        held = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-        places: list[list[int]] = self.owner_slots().tolist()
         exists: list[list[bool]] = (self.cp_size_grid > 0).tolist()
         return tuple(
-            tuple(held[place] for place, there in zip(of_rank, slots, strict=True) if there)
-            for of_rank, slots in zip(places, exists, strict=True)
+            tuple(ids for ids, is_slot in zip(slots, of_rank, strict=True) if is_slot)
+            for slots, of_rank in zip(self.samples(), exists, strict=True)
         )
+
+    def microbatch(self, rank: int, slot: int) -> tuple[int, ...]:
+        """The sample ids of a micro-batch, ascending."""
+        return self.ranks[rank][slot]
 
     @property
     def cp_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -134,7 +207,7 @@ class DataSchedule(Problem):
         return tuple(tuple(size for size in slots if size) for slots in sizes)
 
     def destinations(self) -> Ints:
-        """The data-parallel rank that runs each sample, `[num_samples]`; with dynamic sizes that of its first leaf."""
+        """The data-parallel rank that runs each sample, `[num_samples]`; with dynamic sizes that of its first rank."""
         width = self.topology.cp_size if self.topology.dynamic_cp else 1
         return self.microbatch_of // (self.num_microbatches * width)
 
@@ -143,19 +216,17 @@ class DataSchedule(Problem):
 
         Returns:
             Sample ids, ascending, and the data-parallel rank that each goes to: `[num_copies]` both. At one size every
-            sample once; with dynamic sizes as often as its micro-batch has leaves with this context-parallel rank.
+            sample once; with dynamic sizes as often as its micro-batch has ranks with this context-parallel rank.
         """
         if not self.topology.dynamic_cp:
             return np.arange(self.lengths.size), self.destinations()
-        places = self.owner_slots()[cp_rank :: self.topology.cp_size]
-        exists = self.cp_size_grid[cp_rank :: self.topology.cp_size] > 0
-        dp_rank, slot = np.nonzero(exists)
-        place = places[dp_rank, slot]
-        counts, order = self._counts(), self.sample_ids()
-        held = counts[place]
-        first = (np.cumsum(counts) - counts)[place]
-        index = np.repeat(first - (np.cumsum(held) - held), held) + np.arange(int(held.sum()))
-        samples, ranks = order[index], np.repeat(dp_rank, held)
+        owners = self.owner_slots()[cp_rank :: self.topology.cp_size]
+        dp_rank, slot = np.nonzero(self.cp_size_grid[cp_rank :: self.topology.cp_size])
+        owner, counts = owners[dp_rank, slot], self._counts()
+        copied = counts[owner]
+        first = (np.cumsum(counts) - counts)[owner]
+        index = np.repeat(first - (np.cumsum(copied) - copied), copied) + np.arange(int(copied.sum()))
+        samples, ranks = self.sample_ids()[index], np.repeat(dp_rank, copied)
         by_sample = np.lexsort((ranks, samples))
         return samples[by_sample], ranks[by_sample]
 
@@ -166,20 +237,6 @@ class DataSchedule(Problem):
     def slot_tokens(self) -> Ints:
         """Padded tokens of each micro-batch, over all its ranks and before it is filled up, as `slot_counts`."""
         return sums(self.padded_lengths, self.microbatch_of, self.cp_size_grid.size)[self.owner_slots()].reshape(-1)
-
-    def sample_ids(self) -> Ints:
-        """All sample ids, rank by rank and slot by slot, each once, `[num_samples]`."""
-        # A stable sort leaves the ids of a slot ascending.
-        return np.argsort(self.microbatch_of, kind="stable")
-
-    def _counts(self) -> Ints:
-        return np.bincount(self.microbatch_of, minlength=self.cp_size_grid.size)
-
-    def owner_slots(self) -> Ints:
-        """`first_rank * num_microbatches + slot` of every rank's micro-batches, `[num_ranks, num_microbatches]`."""
-        ranks = np.arange(len(self.cp_size_grid))[:, None]
-        first = ranks - ranks % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else ranks
-        return first * self.num_microbatches + np.arange(self.num_microbatches)
 
     def check(self) -> DataSchedule:
         """Asserts the invariants of this module.
@@ -203,11 +260,6 @@ class DataSchedule(Problem):
         parts = [np.array(header, dtype=np.int64), self.cp_size_grid, self.microbatch_of]
         canonical = b"".join(part.astype("<i8").tobytes() for part in parts)
         return int.from_bytes(hashlib.sha256(canonical).digest()[:8], "little") >> 1
-
-
-def batch_of(problem: Problem) -> Batch | SizedBatch:
-    """A global batch in integers, at one size or at all of its topology."""
-    return make_sized_batch(problem) if problem.topology.dynamic_cp else make_batch(problem)
 
 
 def _check_places(schedule: DataSchedule) -> None:
@@ -289,9 +341,8 @@ def _check_costs(schedule: DataSchedule) -> None:
     if schedule.segment_lengths is not None:
         totals = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
         require(bool((totals == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
-    batch, sizes = batch_of(schedule), schedule.cp_size_grid
-    honest = np.array_equal(batch.cost_grid(schedule.microbatch_of, sizes), schedule.cost_grid)
-    honest = honest and batch.time(schedule.microbatch_of, sizes) == schedule.predicted_cost
+    costs = gpu_costs(batch_of(schedule), schedule.microbatch_of, schedule.cp_size_grid, topology=schedule.topology)
+    honest = np.array_equal(costs.grid, schedule.cost_grid) and costs.predicted == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")
     require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 

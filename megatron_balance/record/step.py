@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner import DataSchedule, Images, Problem, batch_of, slowest_over_mean, waiting
+from megatron_balance.planner import Assignment, DataSchedule, Images, Problem, batch_of, slowest_over_mean, waiting
 
 UNMEASURED = np.zeros((0, 0))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StepRecord(Problem):
-    """One step: its samples and ranks (Problem), where samples ran, and how long that took.
+class StepRecord(Assignment):
+    """One step: its samples, where they ran (Assignment), and how long that took.
 
-    `microbatch_of` and `cp_size_grid` are as in a DataSchedule. Samples need not lie as in a valid schedule (stock).
+    Samples need not lie as in a valid schedule (stock).
 
     Attributes:
         iteration: Megatron's count of it, from 1.
@@ -34,8 +34,6 @@ class StepRecord(Problem):
     """
 
     iteration: int
-    microbatch_of: NDArray[np.int64]
-    cp_size_grid: NDArray[np.int64]
     seconds: NDArray[np.float64] = field(default_factory=lambda: UNMEASURED)
     plan_seconds: float = 0.0
     exchange_seconds: float = 0.0
@@ -50,17 +48,12 @@ class StepRecord(Problem):
     @classmethod
     def from_schedule(cls, schedule: DataSchedule, *, iteration: int, **attributes: Any) -> StepRecord:
         """A step as it was planned, not measured yet, with other `attributes` that are known."""
-        names = (*(attribute.name for attribute in fields(Problem)), "microbatch_of", "cp_size_grid")
+        names = (attribute.name for attribute in fields(Assignment))
         return cls(**{name: getattr(schedule, name) for name in names}, iteration=iteration, **attributes)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Slots of a rank, or the most of a DP×CP rank."""
-        return self.cp_size_grid.shape[1]
 
     @cached_property
     def costs(self) -> NDArray[np.float64]:
-        """`[num_ranks, num_microbatches]` as `DataSchedule.cost_grid`, in units of the cost model."""
+        """`[num_ranks, num_microbatches]` costs of micro-batches in units of the cost model, over a rank's GPUs."""
         batch = batch_of(self)
         return batch.cost_grid(self.microbatch_of, self.cp_size_grid).astype(np.float64) * float(1 << batch.shift)
 
@@ -82,19 +75,6 @@ class StepRecord(Problem):
     def imbalance(self, grid: NDArray[np.float64]) -> float:
         """`slowest_over_mean` of costs or measured seconds, by the objective of the step."""
         return slowest_over_mean(grid, objective=self.objective, topology=self.topology)
-
-    def owner_slots(self) -> NDArray[np.int64]:
-        """`[num_ranks, num_microbatches]` the value of `microbatch_of` for the samples of each micro-batch."""
-        ranks = np.arange(len(self.cp_size_grid))[:, None]
-        first = ranks - ranks % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else ranks
-        return first * self.num_microbatches + np.arange(self.num_microbatches)
-
-    def samples(self) -> list[list[list[int]]]:
-        """Sample ids of each slot, `[rank][slot]`, ascending; the same for all DP×CP ranks that share it."""
-        counts = np.bincount(self.microbatch_of, minlength=self.cp_size_grid.size)
-        order = np.argsort(self.microbatch_of, kind="stable")
-        ids = [part.tolist() for part in np.split(order, np.cumsum(counts)[:-1])]
-        return [[ids[owner] for owner in slots] for slots in self.owner_slots().tolist()]
 
     def stock(self) -> StepRecord:
         """The same data under Megatron's own sampler: every rank runs the rows that it loaded, in that order.

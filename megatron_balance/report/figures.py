@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import ScheduleMetrics, is_makespan, plan_metrics, waiting
+from megatron_balance.planner import ScheduleMetrics, waiting
 from megatron_balance.record import RunRecord, StepRecord
 
 Floats = NDArray[np.float64]
@@ -93,7 +93,7 @@ class PolicyFigures:
     @cached_property
     def metrics(self) -> tuple[ScheduleMetrics, ...]:
         """`[num_steps]` judged by each step's cost model."""
-        return tuple(plan_metrics(step, step.microbatch_of, step.cp_size_grid) for step in self.steps)
+        return tuple(step.metrics() for step in self.steps)
 
     def mean(self, name: str) -> float:
         """A figure of the metrics, mean over the steps."""
@@ -111,12 +111,10 @@ class PolicyFigures:
 
     @cached_property
     def times(self) -> Floats:
-        """`[num_steps]` times of the steps. A makespan is of costs that are spread over the stages already."""
+        """`[num_steps]` times of the steps."""
         if self.measured:
             return np.array([step.seconds.sum(axis=1).max() for step in self.steps])
-        topology, per_cost = self.steps[0].topology, self.scale.per_cost / self.width
-        if is_makespan(self.steps[0].objective, topology=topology):
-            per_cost *= topology.pp_size
+        per_cost = self.scale.per_cost / self.width * self.steps[0].topology.gpus_per_rank
         return np.array([step.predicted_cost * per_cost for step in self.metrics])
 
     def timeline(self, index: int) -> Timeline:
@@ -141,7 +139,7 @@ class Timeline(NamedTuple):
     starts: Floats  # in the unit of the time scale, as durations are
     durations: Floats
     total: float  # end of the step, until which ranks wait
-    samples: list[list[list[int]]]  # [rank][slot] ids
+    samples: list[list[tuple[int, ...]]]  # [rank][slot] ids
     sizes: NDArray[np.int64]  # context-parallel; 0 where a DP×CP rank has no such slot
 
 

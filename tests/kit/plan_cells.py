@@ -120,7 +120,7 @@ class Cell:
 
     def seen(self, *, real: bool = True) -> list[float]:
         """Predicted over least time, of each plan."""
-        return [schedule.predicted_cost / least_time(batch) for schedule, batch in self.plans(real=real)]
+        return [schedule.predicted_cost / batch.per_gpu(least_time(batch)) for schedule, batch in self.plans(real=real)]
 
 
 def least_time(batch: Batch) -> int:

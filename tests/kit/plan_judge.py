@@ -2,7 +2,7 @@
 
 Nothing but `figures_of_ranks` shares code with the planner. `docs/planner.md` and the docstring of `DataSchedule` are
 the definitions.
-Costs are Python integers in the units of the cost model; the schedules judged here are not scaled (`cost_shift` 0).
+Costs are Python integers in the units of the cost model, over all GPUs of a rank; `per_gpu` gives those of a schedule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology
-from megatron_balance.planner import Problem, ScheduleMetrics, plan_metrics
+from megatron_balance.planner import Assignment, Problem, ScheduleMetrics
 
 Slots = Sequence[Sequence[Sequence[int]]]
 
@@ -96,6 +96,10 @@ class Batch:
         if self.objective == "pipeline":
             return self.expert_span if any(self.shared) else 1
         return self.topology.dp_size if self.topology.fully_sharded or self.expert_span == 1 else self.expert_span
+
+    def per_gpu(self, time: int) -> int:
+        """A time as schedules give it."""
+        return per_gpu(time, self.topology, is_makespan=self.is_makespan)
 
     def grid(self, ranks: Slots) -> list[list[int]]:
         """Cost of each micro-batch: launch, samples, and an even share of what the expert-parallel group shares."""
@@ -203,6 +207,12 @@ class Batch:
         return per_token + max(attention, received)
 
 
+def per_gpu(cost: int, topology: Topology, *, is_makespan: bool = False) -> int:
+    """Cost of one GPU, rounded up, of one over all GPUs of a rank; the stages of a makespan have shared it already."""
+    gpus = topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
+    return -(-cost // (gpus if is_makespan else gpus * topology.pp_size))
+
+
 def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -> int:
     """Rows of `bins` bins that hold the weights at least: by their sum, and as m of more than 1/(m + 1) fill a bin."""
     held = sum(min(weight, room) for weight in weights)
@@ -267,4 +277,4 @@ def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> Sc
     for place, ids in held:
         microbatch_of[ids] = place
     sizes = np.full((problem.topology.dp_size, num_slots), problem.topology.cp_size)
-    return plan_metrics(problem, microbatch_of, sizes)
+    return Assignment(**vars(problem), microbatch_of=microbatch_of, cp_size_grid=sizes).metrics()

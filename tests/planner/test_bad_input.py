@@ -30,7 +30,6 @@ NAMES = (
     "limits",
     "objective",
     "algorithm",
-    "keep_groups",
     "move_samples",
     "num_microbatches",
 )
@@ -67,7 +66,7 @@ def test_build_data_schedule_names_what_is_wrong(name, value):
         build_data_schedule(arguments.pop("lengths"), **arguments)
 
 
-@pytest.mark.parametrize("name", ["lengths", "num_ranks", "max_tokens", "model", "meet", *BALANCE_NAMES])
+@pytest.mark.parametrize("name", ["lengths", "num_ranks", "max_tokens", "model", "objective", *BALANCE_NAMES])
 @settings(max_examples=30, deadline=None)
 @given(value=WRONG)
 def test_balance_names_what_is_wrong(name, value):

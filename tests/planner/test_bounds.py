@@ -153,7 +153,7 @@ def test_samples_that_stay_on_their_ranks_are_planned_by_the_makespan_too():
     }
     homes = np.arange(128) % 4
     bound = build_data_schedule(lengths, home_ranks=homes, move_samples=False, **options).check()
-    costs = [int(cost) for cost in bound.cost_grid[bound.cost_grid.sum(axis=1).argmax()]]
+    costs = [4 * int(cost) for cost in bound.cost_grid[bound.cost_grid.sum(axis=1).argmax()]]
     assert bound.predicted_cost < makespan(sorted(costs), stages=4)
     free = build_data_schedule(lengths, home_ranks=homes, **options).check()
     assert free.predicted_cost <= bound.predicted_cost

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_judge import Batch
+from plan_judge import Batch, per_gpu
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.planner import batch_of, dynamic_plan
@@ -43,12 +43,12 @@ def plan(lengths, *, topology, cost_model=COST_MODELS[1], cap=512, **options):
 def cost_on_a_rank(schedule, sample, size):
     """Cost of a sample of one segment for each of the ranks that share it, in the schedule's units."""
     cost = Batch.of(schedule).cost_on(int(schedule.lengths[sample]), size)
-    return max(-(-cost // size) >> schedule.cost_shift, 1) if cost else 0
+    return max(-(-cost // size) >> batch_of(schedule).shift, 1) if cost else 0
 
 
 def fixed_cost(schedule):
     cost = schedule.cost_model.per_microbatch
-    return max(cost >> schedule.cost_shift, 1) if cost else 0
+    return max(cost >> batch_of(schedule).shift, 1) if cost else 0
 
 
 def expert_shares(schedule):
@@ -61,7 +61,7 @@ def expert_shares(schedule):
         size = schedule.cp_sizes[leaf][slot]
         tokens = (batch.padded(int(schedule.lengths[sample]), size) for sample in schedule.ranks[leaf][slot])
         costs = (schedule.cost_model.expert_linear * padded for padded in tokens)
-        return -(-sum(max(cost >> schedule.cost_shift, 1) if cost else 0 for cost in costs) // size)
+        return -(-sum(max(cost >> batch_of(schedule).shift, 1) if cost else 0 for cost in costs) // size)
 
     shares = [[0] * dp_cp_size for _ in range(schedule.num_microbatches)]
     for slot, of_slot in enumerate(shares):
@@ -152,11 +152,13 @@ def test_every_plan_keeps_every_invariant_and_runs_in_the_time_predicted():
 def check_plan(lengths, topology, cap, *, cost_model, objective):
     """Plans, and asserts that the plan is valid, takes the time predicted, and is the same when made again."""
     schedule = plan(lengths, topology=topology, cost_model=cost_model, cap=cap, objective=objective).check()
-    time = execute(schedule, all_meet=schedule.objective == "microbatch")
+    units, unit = execute(schedule, all_meet=schedule.objective == "microbatch"), 1 << batch_of(schedule).shift
+    time = per_gpu(units * unit, topology)
     if schedule.objective == "pipeline" or topology.pp_size > 1:
         # The stages together do the work of all slots, and a pipeline is not slower than one stage after another.
-        assert schedule.predicted_cost <= time + schedule.num_microbatches
-        assert schedule.predicted_cost * topology.pp_size >= time - 1 or schedule.objective != "step"
+        together = (units + schedule.num_microbatches) * unit
+        assert schedule.predicted_cost <= per_gpu(together, topology, is_makespan=True)
+        assert schedule.predicted_cost >= per_gpu((units - 1) * unit, topology) or schedule.objective != "step"
     elif schedule.objective == "step" and topology.ep_dp_size > 1:
         # Leaves of different expert-parallel groups reach a micro-batch that they share at different times.
         assert schedule.predicted_cost <= time
@@ -222,7 +224,7 @@ def test_one_size_for_all_is_said_in_the_same_words():
         ({"algorithm": "karmarkar_karp"}, "algorithm"),
         ({"ranks_per_node": 2}, "ranks_per_node"),
         ({"home_ranks": [0, 1], "move_samples": False}, "move_samples"),
-        ({"groups": [0, 0]}, "keep_groups"),
+        ({"groups": [0, 0]}, "groups"),
         ({"limits": Limits(micro_batch_size=2)}, "max_tokens_per_gpu"),
         ({"limits": Limits(8, micro_batch_size=2)}, "max_tokens_per_gpu alone"),
         ({"num_microbatches": 2}, "num_microbatches"),

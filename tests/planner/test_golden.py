@@ -20,7 +20,7 @@ from benchmarks.pipelines.command import CELLS as PIPELINES
 from benchmarks.planner.setups import draw_lengths
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost.rates import profiles
-from megatron_balance.planner import schedule_metrics
+from megatron_balance.planner import batch_of
 from megatron_balance.planner.pipeline_plan import plan_pipeline
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -35,14 +35,14 @@ def test_plans_stay_below_their_bars(name):
     cell, bar = CELLS[name], GOLDEN["cells"][name]["bar"]
     ratios = []
     for schedule, batch in cell.plans():
-        assert schedule.cost_shift == 0
+        assert batch_of(schedule).shift == 0
         if not cell.topology.dynamic_cp:
-            assert schedule.predicted_cost == batch.time(schedule.ranks)
-        least = least_time(batch)
+            assert schedule.predicted_cost == batch.per_gpu(batch.time(schedule.ranks))
+        least = batch.per_gpu(least_time(batch))
         if schedule.move_samples and schedule.groups is None:
             assert schedule.lower_bound >= least
         assert least <= schedule.predicted_cost
-        assert schedule_metrics(schedule).num_over_cap == 0
+        assert schedule.metrics().num_over_cap == 0
         ratios.append(schedule.predicted_cost / least)
     assert max(ratios) <= bar, ratios
 
@@ -101,7 +101,7 @@ def test_sizes_planned_by_a_devices_rates_are_no_slower_than_by_flops(
 
     def seconds(cost_model: CostModel) -> int:
         schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=Limits(cap))
-        return schedule_metrics(schedule, cost_model=by_rates).predicted_cost
+        return schedule.metrics(cost_model=by_rates).predicted_cost
 
     flops = replace(CostModel.from_shape(shape, ep_size=topology.ep_size), per_microbatch=0)
     assert seconds(by_rates) <= seconds(flops)
@@ -111,7 +111,7 @@ def test_sizes_planned_by_a_devices_rates_are_no_slower_than_by_flops(
 def test_exchanging_equal_ranks_moves_fewer_tokens(name):
     moved = []
     for schedule, _ in CELLS[name].plans():
-        figures = schedule_metrics(schedule)
+        figures = schedule.metrics()
         assert figures.moved_tokens is not None
         moved.append(figures.moved_tokens / int(schedule.lengths.sum()))
     assert max(moved) <= GOLDEN["moved"][name]["bar"], moved

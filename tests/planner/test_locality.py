@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import schedule_metrics
 
 SHARED = CostModel(linear=10, quadratic=1, expert_linear=7, per_microbatch=50)
 COST_MODELS = [CostModel.tokens(), CostModel(linear=100, quadratic=1), CostModel(per_microbatch=1), SHARED]
@@ -52,7 +51,7 @@ def check_labels(lengths, homes, per_node, options):
     assert ours.predicted_cost == plain.predicted_cost
     # Not the sum alone: every micro-batch cost is still there.
     assert sorted(ours.cost_grid.reshape(-1).tolist()) == sorted(plain.cost_grid.reshape(-1).tolist())
-    metrics = schedule_metrics(ours)
+    metrics = ours.metrics()
     assert metrics.moved_tokens <= sum(
         tokens for tokens, rank, home in zip(lengths, plain.destinations(), homes, strict=True) if rank != home
     )
@@ -74,7 +73,7 @@ def test_whole_ranks_loaded_elsewhere_are_brought_home():
     ranks = build_data_schedule(lengths, **options).destinations()
     groups, inner = rng.permutation(4), rng.permutation(4)
     schedule = build_data_schedule(lengths, home_ranks=groups[ranks // 4] * 4 + inner[ranks % 4], **options).check()
-    assert schedule_metrics(schedule).moved_tokens == 0
+    assert schedule.metrics().moved_tokens == 0
 
 
 def test_a_token_at_home_counts_more_than_all_on_its_node():
@@ -91,6 +90,6 @@ def test_what_must_move_stays_on_its_node():
     options = {"cost_model": CostModel.tokens(), "topology": Topology(4), "limits": Limits(400)}
     for homes, off_node in (([0, 1] * 8, 800), ([0, 2] * 8, 0)):
         schedule = build_data_schedule([100] * 16, home_ranks=homes, ranks_per_node=2, **options).check()
-        metrics = schedule_metrics(schedule)
+        metrics = schedule.metrics()
         assert metrics.moved_tokens == 800
         assert metrics.moved_off_node_tokens == off_node

@@ -50,7 +50,6 @@ def test_wrong_lengths_are_named(lengths, message):
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"num_segments": [1, 2]}, "num_segments sums to 3"),
         ({"groups": [0]}, "groups has 1 ids: it must have one for each of 2 samples"),
-        ({"groups": [0, 1], "keep_groups": "node"}, "keep_groups is 'node': it must be one of rank, step"),
         ({"groups": np.zeros((2, 1))}, r"groups has shape \(2, 1\)"),
         ({"groups": [[0], [1]]}, "groups holds an id that cannot be compared"),
         ({"groups": [0, 0], "home_ranks": [0, 1], "move_samples": False}, "1 groups were loaded by more than one"),
@@ -123,7 +122,6 @@ class TestCheck:
             ("placed once", {"microbatch_of": np.array([1, 1, 1, 1, 2])}),
             ("aligned", {"cp_size_grid": np.full((2, 1), 2)}),
             ("even slots", {"topology": Topology(2, microbatch_multiple=7)}),
-            ("even slots", {"num_microbatches": 0}),
             ("even slots", {"cost_grid": schedule.cost_grid[:1]}),
             ("home", {"move_samples": False, "home_ranks": np.zeros(5, dtype=np.int64)}),
             ("honest costs", {"predicted_cost": schedule.predicted_cost - 1}),
@@ -231,14 +229,14 @@ def test_the_host_may_fix_the_number_of_micro_batches(options):
         plan(lengths, num_microbatches=2, **arguments)
 
 
-@pytest.mark.parametrize("meet", ["step", "microbatch"])
+@pytest.mark.parametrize("objective", ["step", "microbatch"])
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=24),
     max_samples=st.sampled_from([None, 1, 3]),
     kinds=st.booleans(),
 )
-def test_padded_micro_batches_keep_both_caps_and_even_cost(meet, lengths, max_samples, kinds):
-    options = {"num_ranks": 2, "max_tokens": 60, "max_samples": max_samples, "meet": meet, "padded": True}
+def test_padded_micro_batches_keep_both_caps_and_even_cost(objective, lengths, max_samples, kinds):
+    options = {"num_ranks": 2, "max_tokens": 60, "max_samples": max_samples, "objective": objective, "padded": True}
     kind_of = [index % 2 if kinds else 0 for index in range(len(lengths))]
     ranks = balance(lengths, kinds=kind_of, **options)
     assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(len(lengths)))
@@ -272,6 +270,24 @@ def test_sorted_slots_make_a_step_plan_fair_in_every_micro_batch():
     assert grid.max(axis=0).sum() <= 1.3 * grid.mean(axis=0).sum()
 
 
+def test_plans_of_one_batch_can_be_compared_and_are_described_in_a_line():
+    """Fault: costs were those of a replica or of a DP×CP rank, in units of a power of two that differed."""
+    lengths, flops = [32768] * 512, CostModel(linear=10**11, quadratic=10**6)
+    sized, fixed = (
+        plan(lengths, topology=Topology(4, cp_size=2, tp_size=2, dynamic_cp=dynamic), cap=65536, cost_model=flops)
+        for dynamic in (True, False)
+    )
+    assert sized.predicted_cost == fixed.predicted_cost == 512 * flops(32768) // 16
+    assert {int(sized.cost_grid.sum()), 2 * int(fixed.cost_grid.sum())} == {512 * flops(32768) // 2}
+    assert sized.metrics().predicted_cost == sized.predicted_cost
+    few = plan([7, 5, 4, 4])
+    assert str(few) == "2 ranks × 1 micro-batch, 1.100 × bound"
+    assert repr(few) == f"<DataSchedule of 4 samples: {few}>"
+    assert few.microbatch(1, 0) == (1, 2)
+    assert str(fixed).startswith("4 ranks × ")
+    assert "micro-batches" in str(fixed)
+
+
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 
@@ -280,12 +296,6 @@ def test_any_ids_will_do_and_need_not_stand_together():
     for groups in (["x", "y", "x", "y"], [7, -3, 7, -3], np.array([5, 2, 5, 2]), np.array(["p", "q", "p", "q"])):
         schedule = plan(lengths, groups=groups)
         assert schedule.ranks == plan(lengths, groups=[0, 1, 0, 1]).ranks
-
-
-def test_a_step_keeps_groups_by_itself():
-    lengths = [40, 30, 20, 10, 5]
-    assert plan(lengths, groups=[0] * 5, keep_groups="step").digest() == plan(lengths).digest()
-    assert plan(lengths, groups=[0] * 5, keep_groups="step").groups is None
 
 
 def test_groups_stay_home_where_samples_do_and_where_whole_ranks_may_be_exchanged():

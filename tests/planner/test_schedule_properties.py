@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_judge import Batch
+from plan_judge import Batch, per_gpu
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import schedule_metrics
+from megatron_balance.planner import batch_of
 
 COST_MODELS = [
     CostModel.tokens(),
@@ -129,14 +129,15 @@ def check_plan(lengths, options):
     schedule = build_data_schedule(lengths, **options).check()
     assert build_data_schedule(lengths, **options).digest() == schedule.digest()
     batch = Batch.of(schedule, patches=options.get("image_patches"))
-    if not schedule.cost_shift:
-        assert batch.time(schedule.ranks) == schedule.predicted_cost
-        assert batch.grid(schedule.ranks) == schedule.cost_grid.tolist()
-        assert batch.least_time() <= schedule.predicted_cost
+    if not batch_of(schedule).shift:
+        grid = [[per_gpu(cost, schedule.topology) for cost in row] for row in batch.grid(schedule.ranks)]
+        assert batch.per_gpu(batch.time(schedule.ranks)) == schedule.predicted_cost
+        assert grid == schedule.cost_grid.tolist()
+        assert batch.per_gpu(batch.least_time()) <= schedule.predicted_cost
     assert schedule.lower_bound <= schedule.predicted_cost
-    metrics = schedule_metrics(schedule)
+    metrics = schedule.metrics()
     assert metrics.num_over_cap == 0
-    assert metrics.predicted_cost == schedule.predicted_cost << schedule.cost_shift
+    assert metrics.predicted_cost == schedule.predicted_cost
     assert metrics.num_dummies == sum(not ids for slots in schedule.ranks for ids in slots)
     if not schedule.move_samples:
         assert metrics.moved_tokens == 0
@@ -184,5 +185,6 @@ def test_tokens_and_costs_of_packed_documents_are_sums_over_them(samples, topolo
     costs = [sum(map(SEGMENTED, one)) for one in padded]
     assert sorted(sample for rank in schedule.ranks for ids in rank for sample in ids) == list(range(len(samples)))
     if topology.ep_size == 1:
-        grid = [[sum(costs[sample] for sample in ids) for ids in slots] for slots in schedule.ranks]
+        gpus = topology.gpus_per_rank
+        grid = [[-(-sum(costs[sample] for sample in ids) // gpus) for ids in slots] for slots in schedule.ranks]
         assert schedule.cost_grid.tolist() == grid

@@ -43,9 +43,7 @@ def figures_of(schedule: DataSchedule, *, step_tokens: int, seconds: NDArray[np.
     figures: Figures = {
         "planned_imbalance": planned,
         "over_bound": schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
-        "unavoidable_waiting": unavoidable_waiting(
-            schedule.cost_grid, lower_bound=schedule.lower_bound, objective=schedule.objective, topology=topology
-        ),
+        "unavoidable_waiting": unavoidable_waiting(schedule.cost_grid, lower_bound=schedule.lower_bound),
         "oversized_samples": len(schedule.oversized),
         "num_microbatches": schedule.num_microbatches,
         "padding_fraction": 1 - int(schedule.lengths.sum()) / max(step_tokens, 1),
