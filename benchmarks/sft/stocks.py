@@ -3,7 +3,7 @@
 Seconds of micro-batches are fitted to the first balanced run of a kind; with them `compare` predicts all runs from the
 lengths in the data alone. Measured is what `compare` predicts, at most: CPU seconds that the slowest rank's training
 thread spends in forward and backward passes. Planning and exchange have threads of their own, and the optimizer is the
-same in both runs.
+same in both runs. Both figures are of the same steps, those after the warm-up: steps differ in what they gain.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import io
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from training_run import Recorded
 
 from megatron_balance.cli import main
 
 NUM_RUNS = 5
 NUM_RANKS = 2
-NUM_STEPS = 5
+NUM_STEPS = 10
+WARM_UP_STEPS = 2
+"""The first steps pay for allocations."""
 SEQ_LENGTH = 4096
 GLOBAL_BATCH_SIZE = 8
 SEED = 5
@@ -50,23 +54,20 @@ def measure_stocks(run: Runner, *, lengths: Callable[[str], str], folder: Path) 
 
 def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, Any]:
     gains: list[float] = []
-    record, seconds, out = folder / "record", folder / "seconds.json", folder / "compare.jsonl"
+    record, seconds = folder / "record", folder / "seconds.json"
     for number in range(NUM_RUNS):
         keeps = ["--balance-record", str(record)] if number == 0 else []
         balanced = run(kind, [*MODEL_FLAGS.split(), *BALANCED.split(), *keeps])
         stock = run(kind, MODEL_FLAGS.split())
         gains.append(_passes(stock) / _passes(balanced))
+    flags = [f"--data {kind} --seq-length {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} --dp-size {NUM_RANKS}"]
+    flags += [f"--cost {seconds} --policy calibrated", f"--shuffle {SEED}" if kind == "masked-documents" else ""]
     with contextlib.redirect_stdout(io.StringIO()):
-        fitted = main(["fit", str(record), "--out", str(seconds)])
-        flags = (
-            f"--data {kind} --seq-length {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} --dp-size {NUM_RANKS} "
+        assert main(["fit", str(record), "--out", str(seconds)]) == 0
+        stock_seconds, balanced_seconds = np.subtract(
+            *(_predicted(lengths, " ".join(flags).split(), num_steps=count) for count in (NUM_STEPS, WARM_UP_STEPS))
         )
-        flags += f"--steps {NUM_STEPS} --cost {seconds} --policy calibrated --json {out}"
-        shuffle = ["--shuffle", str(SEED)] if kind == "masked-documents" else []
-        compared = main(["compare", lengths, *flags.split(), *shuffle])
-    assert (fitted, compared) == (0, 0)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    predicted = next(line["speedup"] for line in lines if line.get("name") == "calibrated")
+    predicted = float(stock_seconds / balanced_seconds)
     measured = statistics.median(gains)
     sys.stdout.write(
         f"{kind}: predicted {predicted:.3f}, measured {measured:.3f} of {[round(gain, 3) for gain in gains]}\n"
@@ -75,7 +76,16 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
     return {"predicted": predicted, "measured": measured, "below": 1 - measured / predicted, "runs": gains}
 
 
+def _predicted(lengths: str, flags: Sequence[str], *, num_steps: int) -> list[float]:
+    """Seconds that `compare` predicts for the first steps of an epoch: stock, and balanced by the fitted seconds."""
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as out:
+        assert main(["compare", lengths, *flags, "--steps", str(num_steps), "--json", out.name]) == 0
+        lines = [json.loads(line) for line in Path(out.name).read_text().splitlines()]
+    seconds = {line["name"]: line["seconds_per_step"] * num_steps for line in lines if line["kind"] == "policy"}
+    return [seconds["stock"], seconds["calibrated"]]
+
+
 def _passes(run: Recorded) -> float:
-    """CPU seconds of the slowest rank's passes, the mean of all steps but the first, which pays for allocations."""
-    steps = list(zip(*run.ranks, strict=True))[1:]
+    """CPU seconds of the slowest rank's passes, the mean of the steps after the warm-up."""
+    steps = list(zip(*run.ranks, strict=True))[WARM_UP_STEPS:]
     return statistics.mean(max(rank["passes_cpu_seconds"] for rank in ranks) for ranks in steps)
