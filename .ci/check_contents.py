@@ -54,45 +54,47 @@ def faults(sizes: dict[str, int], *, patterns: tuple[str, ...], modules: set[str
         patterns: what there may be, each at least once.
         modules: files that must be there.
     """
-    found = [
+    problems = [
         f"{name} has no place there" for name in sizes if not any(re.fullmatch(p, name) for p in (*patterns, DATA))
     ]
-    found += [f"nothing fits {one}" for one in patterns if not any(re.fullmatch(one, name) for name in sizes)]
-    found += [f"{name} has {size} bytes" for name, size in sizes.items() if size > MAX_FILE_BYTES]
-    return found + [f"{name} is missing" for name in sorted(modules - set(sizes))]
+    problems += [f"nothing fits {entry}" for entry in patterns if not any(re.fullmatch(entry, name) for name in sizes)]
+    problems += [f"{name} has {size} bytes" for name, size in sizes.items() if size > MAX_FILE_BYTES]
+    return problems + [f"{name} is missing" for name in sorted(modules - set(sizes))]
 
 
 def files_of_wheel(path: Path) -> dict[str, int]:
     """Sizes by name."""
     with zipfile.ZipFile(path) as archive:
-        return {one.filename: one.file_size for one in archive.infolist() if not one.is_dir()}
+        return {entry.filename: entry.file_size for entry in archive.infolist() if not entry.is_dir()}
 
 
 def files_of_sdist(path: Path) -> dict[str, int]:
     """Sizes by name, without the folder that all are in."""
     with tarfile.open(path) as archive:
         members = archive.getmembers()
-    strange = [one.name for one in members if not (one.isfile() or one.isdir())]
+    strange = [entry.name for entry in members if not (entry.isfile() or entry.isdir())]
     assert not strange, f"the sdist holds links or devices: {strange}"
-    return {one.name.split("/", 1)[1]: one.size for one in members if one.isfile()}
+    return {entry.name.split("/", 1)[1]: entry.size for entry in members if entry.isfile()}
 
 
 def metadata_faults(path: Path) -> list[str]:
     """Metadata of the wheel."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        said = email.message_from_bytes(archive.read(name))
-    found = [f"{key} is {said[key]!r}, not {value!r}" for key, value in METADATA.items() if said[key] != value]
-    needed = [one for one in said.get_all("Requires-Dist", []) if "extra ==" not in one]
-    if needed != ["numpy>=1.24"]:
-        found.append(f"it needs {needed}, not numpy alone")
+        fields = email.message_from_bytes(archive.read(name))
+    problems = [f"{key} is {fields[key]!r}, not {value!r}" for key, value in METADATA.items() if fields[key] != value]
+    requirements = [entry for entry in fields.get_all("Requires-Dist", []) if "extra ==" not in entry]
+    if requirements != ["numpy>=1.24"]:
+        problems.append(f"it needs {requirements}, not numpy alone")
     missing = {"Typing :: Typed", *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15))}
-    found += [f"the classifier {one} is missing" for one in sorted(missing - set(said.get_all("Classifier", [])))]
-    readme = str(said.get_payload())
-    found += [f"a registry cannot follow {link}" for link in re.findall(r"\]\((?!https?://)[^)]*\)", readme)]
+    problems += [
+        f"the classifier {entry} is missing" for entry in sorted(missing - set(fields.get_all("Classifier", [])))
+    ]
+    readme = str(fields.get_payload())
+    problems += [f"a registry cannot follow {link}" for link in re.findall(r"\]\((?!https?://)[^)]*\)", readme)]
     if "## Try it" not in readme:
-        found.append("it lacks the README")
-    return found
+        problems.append("it lacks the README")
+    return problems
 
 
 def main() -> None:
@@ -101,11 +103,11 @@ def main() -> None:
     modules: set[str] = set()
     for root in map(Path, sys.argv[3:]):
         modules |= {str(path.relative_to(root)) for path in (root / "megatron_balance").rglob("*.py")}
-    found = [f"sdist: {one}" for one in faults(files_of_sdist(sdist), patterns=SDIST, modules=modules)]
-    found += [f"wheel: {one}" for one in faults(files_of_wheel(wheel), patterns=WHEEL, modules=modules)]
-    found += [f"wheel: {one}" for one in metadata_faults(wheel)]
-    if found:
-        raise SystemExit("\n".join(found))
+    problems = [f"sdist: {entry}" for entry in faults(files_of_sdist(sdist), patterns=SDIST, modules=modules)]
+    problems += [f"wheel: {entry}" for entry in faults(files_of_wheel(wheel), patterns=WHEEL, modules=modules)]
+    problems += [f"wheel: {entry}" for entry in metadata_faults(wheel)]
+    if problems:
+        raise SystemExit("\n".join(problems))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def measure(args: argparse.Namespace) -> Measured:
     for family, (name, depths, does) in _MODELS.items():
         shape = replace(ModelShape.preset(name), mtp_num_layers=depths)
         linear, quadratic = megatron_flops(shape)
-        ours = fwd_flops(shape)
-        ratios = [ours(length) / (linear * length + quadratic * length**2) for length in LENGTHS]
+        predicted = fwd_flops(shape)
+        ratios = [predicted(length) / (linear * length + quadratic * length**2) for length in LENGTHS]
         families[family] = {"model": name, "over_megatron": ratios, "megatron": does}
     return Measured({"families": families})
 

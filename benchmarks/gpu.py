@@ -149,13 +149,13 @@ def section(figures: Mapping[str, Any]) -> str:
         (name, "not told apart" if rate is None else f"{rate:.4g}") for name, rate in rates.items()
     ]
     rows += [("held-out error", f"{figures['held_out_error']:.1%}")]
-    rows += [(f"seconds a step, {way}", f"{each:.4g}") for way, each in figures.get("seconds", {}).items()]
+    rows += [(f"seconds a step, {way}", f"{value:.4g}") for way, value in figures.get("seconds", {}).items()]
     if "seconds" in figures:
         rows.append(("gain", f"{figures['seconds'][PACKED] / figures['seconds'][BALANCED]:.2f}×"))
         rows.append(("loss off by", f"{figures['loss_difference']:.1e}"))
-        of_runs = figures["equality"]
+        equality = figures["equality"]
         rows.append(
-            ("runs of the equality set, and those not equal", f"{of_runs['num_runs']}, {of_runs['num_problems']}")
+            ("runs of the equality set, and those not equal", f"{equality['num_runs']}, {equality['num_problems']}")
         )
     return f"""{figures["num_ranks"]} ranks, {figures["precision"]}.
 

@@ -70,8 +70,8 @@ def _revision() -> str:
 
 
 def _git(*arguments: str) -> str:
-    said = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return said.stdout.strip()
+    output = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return output.stdout.strip()
 
 
 def write_raw(name: str, measured: Measured, *, made: Mapping[str, Any]) -> Path:
@@ -123,9 +123,9 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):
-        return {str(key): rounded(each) for key, each in value.items()}
+        return {str(key): rounded(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(each) for each in value]
+        return [rounded(element) for element in value]
     return value
 
 

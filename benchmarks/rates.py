@@ -48,8 +48,8 @@ MICROBATCH_SECONDS = 0.3e-3
 
 
 def _setup(name: str, model: str, topology: Topology, cap: int, batch: int, lengths: tuple[str, ...]) -> Setup:
-    rest = {"global_batch_size": batch, "length_names": lengths, "num_batches": 1}
-    return Setup(name, model=model, topology=topology, max_tokens_per_gpu=cap, **rest)
+    options = {"global_batch_size": batch, "length_names": lengths, "num_batches": 1}
+    return Setup(name, model=model, topology=topology, max_tokens_per_gpu=cap, **options)
 
 
 _DENSE, _EXPERTS = "Qwen3-8B", "Qwen3-30B-A3B"
@@ -100,9 +100,9 @@ def measure(args: argparse.Namespace) -> Measured:
 def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows of profiles.json, by name."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, of_table in published["sequences"].items():
-        rates, held_out = fit_sequences(of_table)
-        about = {key: of_table[key] for key in ("gpu", "precision", "software", "models", "source")}
+    for name, sequence_table in published["sequences"].items():
+        rates, held_out = fit_sequences(sequence_table)
+        about = {key: sequence_table[key] for key in ("gpu", "precision", "software", "models", "source")}
         rows[name] = about | rates | {"kind": "end to end", "held_out": held_out}
     kernels = published["kernels"]
     for name, row in kernels["rows"].items():
@@ -121,19 +121,19 @@ def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return rows | published["measured"]
 
 
-def fit_sequences(of_table: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
+def fit_sequences(sequence_table: Mapping[str, Any]) -> tuple[dict[str, float], list[float]]:
     """Both rates from two rows; mean and worst error on the others.
 
     NeMo counts attention as not causal, `12*layers*h*L` a token; a causal core with FlashAttention's backward pass is
     `7*layers*h*L`.
     """
-    h, layers = of_table["hidden"], of_table["layers"]
-    width = 12 + 12 * of_table["kv_fraction"] + 18 * of_table["ffn"] / h
-    linear = layers * h * h * width + 6 * of_table["vocab"] * h
-    lengths = np.array([1024 * int(length) for length in of_table["tflops"]])
-    seconds = (linear + 12 * layers * h * lengths) / (1e12 * np.array(list(of_table["tflops"].values())))
+    h, layers = sequence_table["hidden"], sequence_table["layers"]
+    width = 12 + 12 * sequence_table["kv_fraction"] + 18 * sequence_table["ffn"] / h
+    linear = layers * h * h * width + 6 * sequence_table["vocab"] * h
+    lengths = np.array([1024 * int(length) for length in sequence_table["tflops"]])
+    seconds = (linear + 12 * layers * h * lengths) / (1e12 * np.array(list(sequence_table["tflops"].values())))
     features = np.stack([np.full(lengths.size, linear), 7.0 * layers * h * lengths], axis=1)
-    fitted = np.isin(lengths, 1024 * np.array(of_table["fitted_on"]))
+    fitted = np.isin(lengths, 1024 * np.array(sequence_table["fitted_on"]))
     inverse = np.linalg.solve(features[fitted], seconds[fitted])
     rates = {name: round(1e-12 / value) for name, value in zip(RATES, inverse, strict=True)}
     errors = np.abs(features @ inverse / seconds - 1)[~fitted]
@@ -168,13 +168,13 @@ def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list
             rates: dict[str, Any] = {"linear": truth["linear_tflops"], "attention": truth["attention_tflops"]}
             cost = cost_model(setup, **rates, fixed=True)
             best = _seconds(_plan(batch, setup, cost), cost)
-            lost = [100 * (_seconds(plan, cost) / best - 1) for plan in weighed]
+            loss_rows = [100 * (_seconds(plan, cost) / best - 1) for plan in weighed]
             if not setup.topology.dynamic_cp:  # plans of dynamic sizes differ by more than a weight does
-                by_kind.setdefault(f"{models} {truth['precision']}", []).append(lost)
+                by_kind.setdefault(f"{models} {truth['precision']}", []).append(loss_rows)
             for way, plan in (plans | {"two rates": _plan(batch, setup, cost_model(setup, **rates))}).items():
                 losses.setdefault(way, []).append(100 * (_seconds(plan, cost) / best - 1))
-            losses.setdefault(DEFAULT, []).append(lost[WEIGHTS.index(ATTENTION_RATES[models, truth["precision"]])])
-    return {way: [statistics.fmean(of_way), max(of_way)] for way, of_way in losses.items()}
+            losses.setdefault(DEFAULT, []).append(loss_rows[WEIGHTS.index(ATTENTION_RATES[models, truth["precision"]])])
+    return {way: [statistics.fmean(percents), max(percents)] for way, percents in losses.items()}
 
 
 def cost_model(setup: Setup, *, linear: float | None = None, attention: float, fixed: bool = False) -> CostModel:
@@ -250,13 +250,13 @@ def section(figures: Mapping[str, Any]) -> str:
         if "held_out" in row
     )
     ways = list(next(iter(figures["setups"].values())))
-    lost = [
-        (name, *("{:.2f} / {:.1f}".format(*of_setup[way]) for way in ways))
-        for name, of_setup in figures["setups"].items()
+    loss_rows = [
+        (name, *("{:.2f} / {:.1f}".format(*setup_losses[way]) for way in ways))
+        for name, setup_losses in figures["setups"].items()
     ]
     return f"""Two rows of a published table of whole runs give both rates of a profile
 (megatron_balance/cost/profiles.json), and the other rows judge them, mean / worst error: {judged}. Loss in percent of
 the step, mean / worst over the profiles of a kind of model and the batches; {figures["lengths"]}. *{DEFAULT}* is what
 training takes for the kind of model and the precision, *FLOPs* what it took before; *two rates* are the profile's own.
 
-{table("setup | " + " | ".join(ways), lost)}"""
+{table("setup | " + " | ".join(ways), loss_rows)}"""

@@ -44,7 +44,7 @@ def flags_page() -> str:
     """Every flag in training and of every command."""
     lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
     lines += ["What is refused, before anything is initialised:", ""]
-    lines += [f"- {_where(rule)}: {rule.message}" for rule in RULES if rule.subject == FLAG_RULES]
+    lines += [f"- {_condition(rule)}: {rule.message}" for rule in RULES if rule.subject == FLAG_RULES]
     lines += ["", "What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
@@ -68,9 +68,9 @@ def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
             # argparse's own text: it fills defaults in and writes the value as --help does.
             flag = ", ".join(action.option_strings) or str(action.metavar or action.dest)
             value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
-            shown = f"{flag} {value}".strip() if action.option_strings else flag
+            heading = f"{flag} {value}".strip() if action.option_strings else flag
             meaning = formatter._expand_help(action) if action.help else ""
-            yield f"| `{_cell(shown)}` | {_cell(_with_default(meaning, action))} |"
+            yield f"| `{_cell(heading)}` | {_cell(_with_default(meaning, action))} |"
     yield ""
 
 
@@ -87,11 +87,11 @@ def options_page() -> str:
         if subject != FLAG_RULES:
             title = subject if subject in (CAUTIONS, UNTRIED) else f"Refused: {subject.lower()}"
             lines += [f"## {title}", "", "| where | says |", "|---|---|"]
-            lines += [f"| {_cell(_where(rule))} | {_cell(rule.message)} |" for rule in rules] + [""]
+            lines += [f"| {_cell(_condition(rule))} | {_cell(rule.message)} |" for rule in rules] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _where(rule: Rule) -> str:
+def _condition(rule: Rule) -> str:
     return ", ".join(term.words.removesuffix("!=None") for term in rule.terms)
 
 

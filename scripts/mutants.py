@@ -97,7 +97,7 @@ def run(copy: Path, tests: Sequence[str], *, workers: int = 0) -> int:
     flags += ["-m", "not checkout"]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "pytest", *flags, *tests],
             cwd=copy,
             env=environment,
@@ -108,9 +108,9 @@ def run(copy: Path, tests: Sequence[str], *, workers: int = 0) -> int:
         )
     except subprocess.TimeoutExpired:
         return _TESTS_FAILED
-    if done.returncode not in (0, _TESTS_FAILED) or (workers and done.returncode):
-        print(done.stdout[-3000:], done.stderr[-2000:], file=sys.stderr)
-    return done.returncode
+    if result.returncode not in (0, _TESTS_FAILED) or (workers and result.returncode):
+        print(result.stdout[-3000:], result.stderr[-2000:], file=sys.stderr)
+    return result.returncode
 
 
 if __name__ == "__main__":

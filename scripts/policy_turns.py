@@ -61,16 +61,16 @@ def plan_of(
 ) -> DataSchedule:
     """A step's plan under a policy, for the executor of dynamic sizes."""
     shared: dict[str, Any] = {"limits": limits, "home_ranks": home_ranks}
-    own: dict[str, Any] = {"cost_model": cost_model, "topology": topology, **shared}
+    options: dict[str, Any] = {"cost_model": cost_model, "topology": topology, **shared}
     if policy == "dynamic_cp":
-        return build_data_schedule(lengths, **own)
+        return build_data_schedule(lengths, **options)
     cost_model = replace(cost_model, cp_exchange=0) if policy == "balance_by_flops" else CostModel.tokens()
     at_one = build_data_schedule(
         lengths, cost_model=cost_model, topology=topology.with_cp_size(1), move_samples=policy != "packed", **shared
     )
     sizes = at_one.cp_size_grid
     return DataSchedule.from_assignment(
-        Problem.of(lengths, **own), at_one.microbatch_of, sizes, algorithm=policy
+        Problem.of(lengths, **options), at_one.microbatch_of, sizes, algorithm=policy
     ).check()
 
 

@@ -131,8 +131,8 @@ def write_record(path: Path, record: RunRecord) -> None:
     for step in record.steps:
         lines.append(line_of(step))
         for rank, (seconds, sizes) in enumerate(zip(step.seconds, step.cp_size_grid, strict=True)):
-            of_rank = {"iteration": step.iteration, "rank": rank, "seconds": seconds[sizes > 0].tolist()}
-            lines.append({"kind": "seconds", **of_rank})
+            rank_line = {"iteration": step.iteration, "rank": rank, "seconds": seconds[sizes > 0].tolist()}
+            lines.append({"kind": "seconds", **rank_line})
     path.write_bytes(b"".join(map(text_of, lines)))
 
 
@@ -167,18 +167,18 @@ def _figures(turns: Recorded, *, all_flags: Recorded, costs: CostModel) -> dict[
         seconds = np.array([np.nansum(plan.seconds, axis=1) for plan in recorded]).T
         seconds += passes - _passes(recorded, costs=costs)
         # Planning, moving samples, gradients and optimizer, on every rank: a prediction does not count them.
-        outside = float(np.median((cpu_seconds[:, steps] - seconds)[:, FITTED]))
+        other_seconds = float(np.median((cpu_seconds[:, steps] - seconds)[:, FITTED]))
         measured = np.min([cpu_seconds[:, steps[meeting]] for meeting in MEASURED], axis=0)
         predicted = passes[:, MEASURED[0]]
         compared = [(turns.steps[i]["lm_loss"], all_flags.steps[i]["lm_loss"]) for i in steps[:NUM_COMPARED]]
         policies[policy] = figures = {
             "busiest_cpu_seconds": float(measured.max(axis=0).mean()),
-            "outside_cpu_seconds": outside,
+            "outside_cpu_seconds": other_seconds,
             "predicted_cpu_seconds": float(predicted.max(axis=0).mean()),
             "planned_max_over_mean": float((predicted.max(axis=0) / predicted.mean(axis=0)).mean()),
             "cpu_seconds": measured.tolist(),
             "num_microbatches": [turns.steps[index]["num_microbatches"] for index in steps[MEASURED[0]]],
-            "max_loss_difference": max(abs(ours / theirs - 1) for ours, theirs in compared),
+            "max_loss_difference": max(abs(balanced_loss / stock_loss - 1) for balanced_loss, stock_loss in compared),
         }
         figures["cpu_speedup"] = policies["stock"]["busiest_cpu_seconds"] / figures["busiest_cpu_seconds"]
         figures["predicted_speedup"] = policies["stock"]["predicted_cpu_seconds"] / figures["predicted_cpu_seconds"]
@@ -205,8 +205,8 @@ def _print_table(policies: dict[str, dict[str, Any]]) -> None:
         before = figures
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     print("Gain: over the row above, the one flag that it adds. Predicted: of forward and backward; of a step with")
-    outside = policies["dynamic_cp"]["outside_cpu_seconds"] / policies["dynamic_cp"]["busiest_cpu_seconds"]
-    print(f"all flags {outside:.0%} is outside of both (planning, moving samples, gradients, optimizer).\n")
+    other_seconds = policies["dynamic_cp"]["outside_cpu_seconds"] / policies["dynamic_cp"]["busiest_cpu_seconds"]
+    print(f"all flags {other_seconds:.0%} is outside of both (planning, moving samples, gradients, optimizer).\n")
 
 
 if __name__ == "__main__":

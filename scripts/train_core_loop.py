@@ -74,7 +74,7 @@ def train(
     pp_size: int = 1,
     balanced: bool = True,
     config: Mapping[str, Any] | None = None,
-    **of_schedule: Any,
+    **schedule_options: Any,
 ) -> Iterator[dict[str, Any]]:
     """Train; yields a row a step.
 
@@ -83,7 +83,7 @@ def train(
     parallel_state.initialize_model_parallel(tp_size, pp_size)
     model_parallel_cuda_manual_seed(123)
     torch.manual_seed(123)
-    of_model: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -99,14 +99,14 @@ def train(
         "variable_seq_lengths": not balanced,
         "finalize_model_grads_func": finalize_model_grads,
     }
-    transformer = TransformerConfig(**of_model | dict(config or {}))
+    transformer = TransformerConfig(**sizes | dict(config or {}))
     model = _model(transformer)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, clip_grad=1.0, bf16=False, fp16=False), [model])
     items = _items(parallel_state.get_data_parallel_rank())
     forward_backward = get_forward_backward_func()
     if balanced:  # the one line of this package
         forward_backward = balanced_schedule(
-            forward_backward, model=model, max_tokens_per_gpu=2 * LONGEST, **of_schedule
+            forward_backward, model=model, max_tokens_per_gpu=2 * LONGEST, **schedule_options
         )
     for _ in range(num_steps):
         model.zero_grad_buffer()

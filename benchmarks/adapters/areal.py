@@ -46,7 +46,7 @@ def lengths_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
     return [batch["attention_mask"].sum(1).tolist() for batch in batches]
 
 
-def ours(cost_model: CostModel, *, equal_count: bool = True) -> Split:
+def planner_split(cost_model: CostModel, *, equal_count: bool = True) -> Split:
     """`balance_batch` with these options."""
     return lambda batches, dp_size: lengths_of(
         balance_batch(batches, dp_size, cost_model=cost_model, equal_count=equal_count)
@@ -73,12 +73,12 @@ def coefficients_of_variation(
     split: Split, *, dp_size: int, cost_model: CostModel, num_seeds: int
 ) -> NDArray[np.float64]:
     """`[num_seeds]` of the ranks' costs."""
-    found: list[float] = []
+    ratios: list[float] = []
     for seed in range(num_seeds):
         batches = draw_batches(seed, dp_size=dp_size)
         costs = np.array([sum(map(cost_model, rows)) for rows in split(batches, dp_size)], dtype=float)
-        found.append(float(costs.std() / costs.mean()))
-    return np.array(found)
+        ratios.append(float(costs.std() / costs.mean()))
+    return np.array(ratios)
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -88,9 +88,9 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         "as loaded": lambda batches, _: lengths_of(batches),
         "AReaL's controller (greedy)": areals("greedy"),
         "AReaL's kk": areals("kk"),
-        "adapter": ours(tokens),
-        "adapter, any number of sequences": ours(tokens, equal_count=False),
-        "adapter by FLOPs": ours(flops),
+        "adapter": planner_split(tokens),
+        "adapter, any number of sequences": planner_split(tokens, equal_count=False),
+        "adapter by FLOPs": planner_split(flops),
     }
     return {
         name: [

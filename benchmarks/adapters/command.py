@@ -31,8 +31,8 @@ def measure(args: argparse.Namespace) -> Measured:
     """Measures one system."""
     module = importlib.import_module(f"benchmarks.adapters.{args.system}")
     rows = module.measure(args)
-    known = {name: of_system for name, of_system in published("adapters").items() if name in SYSTEMS}
-    return Measured(known | {args.system: {"says": module.SAYS, "columns": module.COLUMNS, "rows": rows}})
+    sections = {name: section for name, section in published("adapters").items() if name in SYSTEMS}
+    return Measured(sections | {args.system: {"says": module.SAYS, "columns": module.COLUMNS, "rows": rows}})
 
 
 def section(figures: Mapping[str, Any]) -> str:

@@ -64,11 +64,11 @@ def figures_of(dp_size: int) -> list[float]:
         ranks = [context.Process(target=_rank, args=(rank, dp_size, folder, results)) for rank in range(dp_size)]
         for process in ranks:
             process.start()
-        of_ranks = [results.get() for _ in ranks]
+        rank_results = [results.get() for _ in ranks]
         for process in ranks:
             process.join()
-    slowest = np.max([figures for figures, _ in of_ranks], axis=0)
-    loads = np.array([load for _, load in of_ranks], dtype=np.float64)
+    slowest = np.max([figures for figures, _ in rank_results], axis=0)
+    loads = np.array([load for _, load in rank_results], dtype=np.float64)
     return [*slowest.tolist(), float(loads.max() / loads.mean())]
 
 

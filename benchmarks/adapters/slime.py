@@ -69,35 +69,35 @@ def figures_of(build: BuildSchedule, *, cost_model: CostModel) -> list[float]:
         partitions, indices, (num_microbatches,), _ = build(
             arguments(), config, lengths, global_batch_size=NUM_SAMPLES, rollout_indices=list(range(NUM_SAMPLES))
         )
-        held = [
+        lengths_held = [
             [[lengths[partition[index]] for index in slot] for slot in slots]
             for partition, slots in zip(partitions, indices, strict=True)
         ]
-        over_cap += sum(sum(slot) > CAP and len(slot) > 1 for slots in held for slot in slots)
-        costs = np.array([[sum(map(cost_model, slot)) for slot in slots] for slots in held], dtype=np.int64)
+        over_cap += sum(sum(slot) > CAP and len(slot) > 1 for slots in lengths_held for slot in slots)
+        costs = np.array([[sum(map(cost_model, slot)) for slot in slots] for slots in lengths_held], dtype=np.int64)
         mean = costs.sum() / DP_SIZE
         ratios.append((costs.sum(axis=1).max() / mean, costs.max(axis=0).sum() / mean, num_microbatches))
-        step = step or step_of(held, together=False)
+        step = step or step_of(lengths_held, together=False)
     means = np.array(ratios).mean(axis=0)
     return [over_cap, *means.tolist(), *step]
 
 
 def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
     """The planners compared, by their names in the table."""
-    found: dict[str, BuildSchedule] = {}
+    builders: dict[str, BuildSchedule] = {}
     if checkout is not None:
         sys.path.insert(0, str(checkout))
         from slime.utils.dp_schedule import build_dp_schedule
 
-        found["slime --balance-by-flops"] = build_dp_schedule
+        builders["slime --balance-by-flops"] = build_dp_schedule
 
     def adapter(options: SlimeOptions) -> BuildSchedule:
         return functools.partial(balanced_dp_schedule, _never, options, Counter[str]())
 
-    found["adapter"] = adapter(SlimeOptions())
-    found["adapter, objective=microbatch"] = adapter(SlimeOptions(objective="microbatch"))
-    found["adapter, cost=tokens"] = adapter(SlimeOptions(cost="tokens"))
-    return found
+    builders["adapter"] = adapter(SlimeOptions())
+    builders["adapter, objective=microbatch"] = adapter(SlimeOptions(objective="microbatch"))
+    builders["adapter, cost=tokens"] = adapter(SlimeOptions(cost="tokens"))
+    return builders
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:

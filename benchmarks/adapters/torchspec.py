@@ -145,12 +145,12 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Way → its figures, in the order of `COLUMNS`; samples twice as inference brings them in the last."""
     lengths = draw_lengths()
     inferred = lengths[: NUM_SAMPLES // 4 + 5]
-    found: dict[str, list[float]] = {}
+    step_times: dict[str, list[float]] = {}
     for way in WAYS:
-        of_sizes = [simulate(lengths, way=way, micro_batch_size=size) for size in (1, 2, 4)]
+        results = [simulate(lengths, way=way, micro_batch_size=size) for size in (1, 2, 4)]
         last = simulate_inferred(inferred, way=way, micro_batch_size=2)
-        found[way.name] = [*(figures[0] for figures in of_sizes), *of_sizes[1][1:], last[0]]
-    return found
+        step_times[way.name] = [*(figures[0] for figures in results), *results[1][1:], last[0]]
+    return step_times
 
 
 COLUMNS = ["time, mbs 1", "mbs 2", "mbs 4", "padded/real", "variance", "mean delay", "inferred, mbs 2"]

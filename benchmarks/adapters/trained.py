@@ -69,8 +69,8 @@ def train(ranks: Ranks, *, is_moe: bool = False, num_passes: int = 3) -> Trained
     torch.set_num_threads(1)
     model = _Model(is_moe)
     _run(model, [64, 64])
-    most = max(map(len, ranks))
-    seconds = np.full((num_passes, len(ranks), most), 0.0)
+    num_slots = max(map(len, ranks))
+    seconds = np.full((num_passes, len(ranks), num_slots), 0.0)
     for index in range(num_passes):
         model.zero_grad()
         for rank, slots in enumerate(ranks):

@@ -102,9 +102,9 @@ def measure(args: argparse.Namespace) -> dict[str, list[float | None]]:
                 first = lengths[rows].tolist() if first is None and num_rows == minibatch_rows else first
                 ratios.append(imbalance(rows, work=sample_costs(lengths, cost_model=choose_cost(MODEL))))
             figures.append(float(np.mean(ratios)))
-        packed = name in ("verl", "adapter")
+        is_packed = name in ("verl", "adapter")
         step = [None, None] if first is None else step_of(first, together=True)
-        found[name] = [*figures, num_micro_batches(balanced, seeds=seeds) if packed else None, *step]
+        found[name] = [*figures, num_micro_batches(balanced, seeds=seeds) if is_packed else None, *step]
     return found
 
 

@@ -103,13 +103,13 @@ def _means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     means: list[dict[str, Any]] = []
     for objective in OBJECTIVES:
         for exchange in EXCHANGES:
-            of_kind = [cell for cell in cells if (cell["objective"], cell["exchange"]) == (objective, exchange)]
-            row: dict[str, Any] = {"objective": objective, "exchange": exchange, "num_setups": len(of_kind)}
+            same_kind = [cell for cell in cells if (cell["objective"], cell["exchange"]) == (objective, exchange)]
+            row: dict[str, Any] = {"objective": objective, "exchange": exchange, "num_setups": len(same_kind)}
             for name in ("ours", "bound", "fixed", "dev"):
-                known = [cell[name] for cell in of_kind if cell[name] is not None]
+                known = [cell[name] for cell in same_kind if cell[name] is not None]
                 row[name] = statistics.fmean(known) if known else None
             for name in ("dev", "fixed"):
-                row[f"below_{name}"] = sum(cell["ours"] < (cell[name] or 0) for cell in of_kind)
+                row[f"below_{name}"] = sum(cell["ours"] < (cell[name] or 0) for cell in same_kind)
             means.append(row)
     return means
 
@@ -138,11 +138,11 @@ def _summed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
-    parts = [_of_gain(figures["gain"])] if "gain" in figures else []
-    return "\n\n".join(parts + ([_of_plans(figures["plans"])] if "plans" in figures else []))
+    parts = [_gain_text(figures["gain"])] if "gain" in figures else []
+    return "\n\n".join(parts + ([_plans_text(figures["plans"])] if "plans" in figures else []))
 
 
-def _of_gain(gain: Mapping[str, Any]) -> str:
+def _gain_text(gain: Mapping[str, Any]) -> str:
     policies = gain["policies"]
     fastest = policies["dynamic"]
     rows = [
@@ -176,7 +176,7 @@ that were not fitted.
     }"""
 
 
-def _of_plans(plans: Mapping[str, Any]) -> str:
+def _plans_text(plans: Mapping[str, Any]) -> str:
     means = [
         (
             row["objective"],
@@ -188,7 +188,7 @@ def _of_plans(plans: Mapping[str, Any]) -> str:
     ]
     far = {each: max(of[each][0] / of[each][2] for of in plans["setups"].values()) for each in OBJECTIVES}
     worst = " and ".join(f"{ratio:.3f} ({each})" for each, ratio in far.items())
-    cpu_ms = {each: [of_setup[each] for of_setup in plans["times"].values()] for each in OBJECTIVES}
+    cpu_ms = {each: [setup_times[each] for setup_times in plans["times"].values()] for each in OBJECTIVES}
     spans = [f"{min(ms):,.0f} to {max(ms):,.0f} ({each})" for each, ms in cpu_ms.items() if ms]
     timed = f" Planning 8,192 samples takes {' and '.join(spans)} CPU ms." if spans else ""
     return f"""### Plans of dynamic sizes

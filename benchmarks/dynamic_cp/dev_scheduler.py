@@ -34,19 +34,19 @@ def load_scheduler(checkout: Path) -> Callable[..., Rows]:
         raise ValueError(
             f"{CHECKOUT} is {checkout}, which has no {_PATH}: name a checkout of Megatron-LM's dev branch."
         )
-    kept = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if _is_needed(node)]
-    if len(kept) != len(_FUNCTIONS) + 1:
-        raise ValueError(f"{path} has {len(kept)} of {(*_FUNCTIONS, _CONSTANT)}: has dev moved on?")
+    nodes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if _is_needed(node)]
+    if len(nodes) != len(_FUNCTIONS) + 1:
+        raise ValueError(f"{path} has {len(nodes)} of {(*_FUNCTIONS, _CONSTANT)}: has dev moved on?")
     names: dict[str, Any] = {"ceil": ceil, "log2": log2, "lru_cache": lru_cache, **vars(typing)}
-    exec(compile(ast.Module(kept, type_ignores=[]), str(path), "exec"), names)  # noqa: S102
+    exec(compile(ast.Module(nodes, type_ignores=[]), str(path), "exec"), names)  # noqa: S102
     next_row = names[_FUNCTIONS[0]]
 
     def rows_of(lengths: NDArray[np.int64], *, num_ranks: int, max_tokens_per_gpu: int) -> Rows:
-        left = sorted(enumerate(lengths.tolist()), key=lambda pair: pair[1], reverse=True)
+        remaining = sorted(enumerate(lengths.tolist()), key=lambda pair: pair[1], reverse=True)
         rows: Rows = []
-        while left:
-            _, left, _, of_ranks = next_row(left, num_ranks, max_seq_len_per_rank=max_tokens_per_gpu)
-            rows.append(of_ranks)
+        while remaining:
+            _, remaining, _, rank_samples = next_row(remaining, num_ranks, max_seq_len_per_rank=max_tokens_per_gpu)
+            rows.append(rank_samples)
         return rows
 
     return rows_of

@@ -101,9 +101,9 @@ def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibra
     """Figures of one policy."""
     first = len(POLICIES) * WARM_UP_ROUNDS
     steps = list(zip(*turns.ranks, strict=True))
-    own = [step for index, step in enumerate(steps) if index >= first and policy_of_step(index) == name]
-    check_sizes(own, cp_size=POLICIES[name])
-    of_run = list(zip(*alone.ranks, strict=True))[WARM_UP_ROUNDS:]
+    policy_steps = [step for index, step in enumerate(steps) if index >= first and policy_of_step(index) == name]
+    check_sizes(policy_steps, cp_size=POLICIES[name])
+    run_steps = list(zip(*alone.ranks, strict=True))[WARM_UP_ROUNDS:]
     schedule = plan(
         batch_lengths(),
         cp_size=POLICIES[name],
@@ -113,9 +113,9 @@ def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibra
     )
     compared = Recorded([turns.steps[: len(alone.steps)]], turns.output)
     return {
-        "cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in own],
-        "seconds": [max(rank["seconds"] for rank in step) for step in own],
-        "alone_cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in of_run],
+        "cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in policy_steps],
+        "seconds": [max(rank["seconds"] for rank in step) for step in policy_steps],
+        "alone_cpu_seconds": [max(rank["cpu_seconds"] for rank in step) for step in run_steps],
         "predicted_seconds": schedule.predicted_cost / UNITS_PER_SECOND,
         "mean_cp_size": float((schedule.lengths * schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]).sum())
         / float(schedule.lengths.sum()),

@@ -78,8 +78,8 @@ def measure_cell(
         fixed.append((int(samples.costs[level].sum()) << level) / samples.dp_cp_size / ideal)
         if rows is not None:
             devs.append(time_of_rows(rows, samples=samples, objective=objective) / ideal)
-        of_samples = schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]
-        sizes.append(float((batch * of_samples).sum() / batch.sum()))
+        sample_cp_sizes = schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]
+        sizes.append(float((batch * sample_cp_sizes).sum() / batch.sum()))
         num_over_cap += over_cap(schedule)
     return Cell(
         setup.name,
@@ -107,12 +107,12 @@ def time_of_rows(rows: Rows, *, samples: SizedBatch, objective: str) -> int:
 
     Under `step` the fullest rank's work: waiting inside groups, of which these rows have some, is not counted.
     """
-    of_ranks = np.zeros((len(rows), samples.dp_cp_size), dtype=np.int64)
+    rank_costs = np.zeros((len(rows), samples.dp_cp_size), dtype=np.int64)
     for row, ranks in enumerate(rows):
         sizes = Counter(sample for ids in ranks for sample in ids)
         costs = {sample: int(samples.costs[size.bit_length() - 1, sample]) for sample, size in sizes.items()}
-        of_ranks[row] = [sum(costs[sample] for sample in ids) for ids in ranks]
-    return int(of_ranks.sum(axis=0).max() if objective == "step" else of_ranks.max(axis=1).sum())
+        rank_costs[row] = [sum(costs[sample] for sample in ids) for ids in ranks]
+    return int(rank_costs.sum(axis=0).max() if objective == "step" else rank_costs.max(axis=1).sum())
 
 
 def measure_time(

@@ -37,14 +37,14 @@ def plan(
     home_ranks: NDArray[np.int64] | None = None,
 ) -> DataSchedule:
     """This package's plan of a batch, checked; arguments as for `build_data_schedule`."""
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cost_model": cost_model,
         "topology": topology,
         "limits": limits,
         "home_ranks": home_ranks,
     }
     if cp_size is None:
-        return build_data_schedule(lengths, **own).check()
+        return build_data_schedule(lengths, **options).check()
     fixed = build_data_schedule(
         lengths,
         cost_model=shared_cost(cost_model, cp_size=cp_size),
@@ -54,7 +54,7 @@ def plan(
     rank, slot = np.divmod(fixed.microbatch_of, fixed.num_microbatches)
     is_run = fixed.slot_counts().reshape(fixed.cp_size_grid.shape) > 0
     return DataSchedule.from_assignment(
-        Problem.of(lengths, objective="step", **own),
+        Problem.of(lengths, objective="step", **options),
         rank * cp_size * fixed.num_microbatches + slot,
         np.where(is_run, cp_size, 1).repeat(cp_size, axis=0),
         algorithm=f"CP{cp_size}",

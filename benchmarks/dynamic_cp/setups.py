@@ -104,7 +104,7 @@ TIMED_SETUPS = (
 
 def batches(setup: DynamicSetup, *, num_batches: int, folder: Path | None) -> Iterator[NDArray[np.int64]]:
     """Global batches, one for each seed; samples that the ranks cannot hold at the largest size are left out."""
-    most = setup.max_tokens_per_gpu * setup.topology.cp_size
+    max_tokens = setup.max_tokens_per_gpu * setup.topology.cp_size
     for seed in range(num_batches):
         generator = np.random.default_rng(seed)
         if not isinstance(setup.lengths, str):
@@ -114,5 +114,5 @@ def batches(setup: DynamicSetup, *, num_batches: int, folder: Path | None) -> It
             drawn = synthetic_lengths(setup.lengths, num_samples=4 * setup.global_batch_size, seed=seed)
         else:
             drawn = read_lengths(folder / f"{setup.lengths}.npz", key="length")
-        kept = drawn[(drawn > 0) & (setup.topology.padded_seq_len(drawn) <= most)]
-        yield np.resize(generator.permutation(kept), setup.global_batch_size)
+        usable = drawn[(drawn > 0) & (setup.topology.padded_seq_len(drawn) <= max_tokens)]
+        yield np.resize(generator.permutation(usable), setup.global_batch_size)

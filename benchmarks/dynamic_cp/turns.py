@@ -29,9 +29,9 @@ def main() -> None:
     record_steps.main()
 
 
-def _plan_in_turn(lengths: Any, **rest: Any) -> DataSchedule:
-    kept = {name: rest[name] for name in ("cost_model", "topology", "limits", "home_ranks")}
-    return plan(lengths, cp_size=POLICIES[policy_of_step(next(_STEPS))], **kept)
+def _plan_in_turn(lengths: Any, **keywords: Any) -> DataSchedule:
+    options = {name: keywords[name] for name in ("cost_model", "topology", "limits", "home_ranks")}
+    return plan(lengths, cp_size=POLICIES[policy_of_step(next(_STEPS))], **options)
 
 
 if __name__ == "__main__":

@@ -149,14 +149,14 @@ def cases(*, whole: bool) -> list[Case]:
 
 def _in_turn(*, whole: bool) -> Iterator[Case]:
     kinds = [(precision, optimizer) for optimizer in OPTIMIZERS for precision in PRECISIONS]
-    yield from _of_kinds(_FIRST, whole=whole)
+    yield from _kind_cases(_FIRST, whole=whole)
     for layout in AUX_LAYOUTS:
         yield from (Case(layout, "fp32", "plain", way) for way in (*_AUX_WAYS, *_EVERYWHERE))
-    yield from _of_kinds(kinds, whole=whole)
+    yield from _kind_cases(kinds, whole=whole)
     yield from (Case("DP2", *kind, TORCHRUN) for kind in _FIRST)
 
 
-def _of_kinds(kinds: Sequence[tuple[str, str]], *, whole: bool) -> Iterator[Case]:
+def _kind_cases(kinds: Sequence[tuple[str, str]], *, whole: bool) -> Iterator[Case]:
     cells = [(layout, *kind) for kind in kinds for layout in LAYOUTS]
     for cell in cells:
         yield from (Case(*cell, way) for way in (STOCK, *_yardsticks_of(cell[0]), *_EVERYWHERE))

@@ -74,23 +74,23 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.anew:
         shutil.rmtree(folder, ignore_errors=True)
     kept = OutcomeFile(folder / "runs.jsonl")
-    wanted = [case for case in cases(whole=args.whole) if args.only in case.name]
+    chosen = [case for case in cases(whole=args.whole) if args.only in case.name]
     if args.device == "cuda":
         import torch
 
-        wanted = [case for case in wanted if case.precision == "bf16" and case.num_ranks <= torch.cuda.device_count()]
-    wanted = _with_references(wanted)
+        chosen = [case for case in chosen if case.precision == "bf16" and case.num_ranks <= torch.cuda.device_count()]
+    chosen = _with_references(chosen)
     until = time.monotonic() + 60 * args.minutes
-    _run_missing([case for case in wanted if not kept.is_done(case)], kept=kept, folder=folder, args=args, until=until)
-    return compared(wanted, kept.outcomes)
+    _run_missing([case for case in chosen if not kept.is_done(case)], kept=kept, folder=folder, args=args, until=until)
+    return compared(chosen, kept.outcomes)
 
 
-def _with_references(wanted: Sequence[Case]) -> list[Case]:
+def _with_references(chosen: Sequence[Case]) -> list[Case]:
     """Each after what it is compared with and judged by."""
     ordered: dict[Case, None] = {}
-    for case in wanted:
-        needed = [case.beside(STOCK), *([case.beside(SHUFFLED)] if case.is_balanced else [])]
-        ordered |= dict.fromkeys((*needed, case.reference, case))
+    for case in chosen:
+        references = [case.beside(STOCK), *([case.beside(SHUFFLED)] if case.is_balanced else [])]
+        ordered |= dict.fromkeys((*references, case.reference, case))
     return list(ordered)
 
 
@@ -127,25 +127,26 @@ def _run(case: Case, *, rows: Sequence[SftSample], folder: Path, revision: str, 
     return outcome_of(case, run, revision=revision)
 
 
-def compared(wanted: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> Measured:
+def compared(chosen: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> Measured:
     """Largest differences by layout, precision and policy, and the runs that are not equal."""
     differences = {case: far for case in outcomes if (far := _difference(case, outcomes)) is not None}
     yardsticks = {
         precision: _largest(far for case, far in differences.items() if _is(case, precision, YARDSTICKS))
         for precision in PRECISIONS
     }
-    problems = list(_problems(wanted, outcomes, differences, yardsticks))
-    run = [case for case in wanted if case in outcomes]
+    problems = list(_problems(chosen, outcomes, differences, yardsticks))
+    run = [case for case in chosen if case in outcomes]
     rows: dict[str, dict[str, Any]] = {}
     for layout in (*LAYOUTS, *AUX_LAYOUTS):
         for precision in PRECISIONS:
-            of_row = {
+            row_outcomes = {
                 case: far for case, far in differences.items() if (case.layout, case.precision) == (layout, precision)
             }
             cells = {
-                name: _largest(far for case, far in of_row.items() if case.way in ways) for name, ways in GROUPS.items()
+                name: _largest(far for case, far in row_outcomes.items() if case.way in ways)
+                for name, ways in GROUPS.items()
             }
-            cells["stock, regrouped"] = _largest(far for case, far in of_row.items() if case.way in YARDSTICKS)
+            cells["stock, regrouped"] = _largest(far for case, far in row_outcomes.items() if case.way in YARDSTICKS)
             if any(cells.values()):
                 rows[f"{layout}, {precision}"] = {
                     name: far and [far.loss, far.grad_norm] for name, far in cells.items()
@@ -153,7 +154,7 @@ def compared(wanted: Sequence[Case], outcomes: Mapping[Case, Outcome]) -> Measur
     forked = _largest(far for case, far in differences.items() if case.way == TORCHRUN)
     figures = {
         "num_runs": len(run),
-        "num_missing": len(wanted) - len(run),
+        "num_missing": len(chosen) - len(run),
         "num_problems": len(problems),
         "rows": rows,
         "torchrun": forked and [forked.loss, forked.grad_norm],
@@ -173,12 +174,12 @@ def _difference(case: Case, outcomes: Mapping[Case, Outcome]) -> Difference | No
 
 
 def _problems(
-    wanted: Sequence[Case],
+    chosen: Sequence[Case],
     outcomes: Mapping[Case, Outcome],
     differences: Mapping[Case, Difference],
     yardsticks: Mapping[str, Difference | None],
 ) -> Iterator[str]:
-    for case in wanted:
+    for case in chosen:
         far, yardstick, allowed = differences.get(case), yardsticks[case.precision], ALLOWANCES[case.precision]
         if case in outcomes and far is None:
             yield f"{case.name}: {outcomes[case].error or 'its reference failed'}"

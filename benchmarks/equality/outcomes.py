@@ -45,8 +45,8 @@ def difference(outcome: Outcome, *, reference: Outcome) -> Difference:
     return Difference(max(losses), max(grad_norms))
 
 
-def _relative(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True)]
+def _relative(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [abs(value - base_value) / abs(base_value) for value, base_value in zip(values, base, strict=True)]
 
 
 def outcome_of(case: Case, recorded: Recorded, *, revision: str) -> Outcome:

@@ -77,14 +77,14 @@ def measure(args: argparse.Namespace) -> Measured:
 
 def _begin_again_in_namespaces() -> None:
     missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
-    alone = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
-    alone += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    if missing or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+    namespace = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    namespace += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    if missing or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         needs = f"{', '.join(missing)} (iproute2, util-linux)" if missing else "root, or user namespaces"
         sys.stderr.write(f"hosts: needs {needs}\n")
         raise SystemExit(UNAVAILABLE)
     os.environ[_INSIDE] = "1"
-    os.execvp(alone[0], [*alone, sys.executable, "-m", "benchmarks", *sys.argv[1:]])  # noqa: S606
+    os.execvp(namespace[0], [*namespace, sys.executable, "-m", "benchmarks", *sys.argv[1:]])  # noqa: S606
 
 
 def _flags(case: Case, *, num_steps: int) -> list[str]:
@@ -121,7 +121,7 @@ def _judged(case: Case, *, run: TwoHostRun, reference: list[dict[str, Any]]) -> 
             faults.append(f"{len(run.steps)} of {NUM_STEPS} steps were done")
         faults += [f"rank {rank} ended with {end.exit_code}" for rank, end in enumerate(run.ends) if end.exit_code != 0]
     else:
-        faults += [f"rank {rank} {_says(end)}" for rank, end in enumerate(run.ends) if not _ended_with_a_word(end)]
+        faults += [f"rank {rank} {_end_text(end)}" for rank, end in enumerate(run.ends) if not _ended_with_a_word(end)]
         if last > case.timeout_seconds + GRACE_SECONDS:
             faults.append(
                 f"the last rank ended {last:.0f} s after the link, {case.timeout_seconds} s being the timeout"
@@ -144,7 +144,7 @@ def _ended_with_a_word(end: RankEnd) -> bool:
     return bool(end.exit_code and end.exit_code > 0 and end.message)
 
 
-def _says(end: RankEnd) -> str:
+def _end_text(end: RankEnd) -> str:
     return "still ran" if end.exit_code is None else f"ended with {end.exit_code} and said {end.message!r}"
 
 
@@ -154,8 +154,8 @@ def _ended_by(ends: list[dict[str, Any]]) -> str:
     for rank, end in enumerate(ends):
         if end["error"]:
             message = re.search("waited for (.*?) among", end["message"])
-            where = f", waiting for {message[1]}" if message else f" in `{end['waited_in']}`"
-            kinds.setdefault(f"{end['error']}{where}", []).append(rank)
+            place = f", waiting for {message[1]}" if message else f" in `{end['waited_in']}`"
+            kinds.setdefault(f"{end['error']}{place}", []).append(rank)
     return "; ".join(f"{named_ranks(ranks)}: {kind}" for kind, ranks in kinds.items())
 
 

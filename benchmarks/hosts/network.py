@@ -79,8 +79,8 @@ def two_hosts() -> Iterator[Network]:
 
 def _wait_for_namespace(pid: int) -> None:
     deadline = time.monotonic() + START_SECONDS
-    own = os.readlink("/proc/self/ns/net")
-    while (Path("/proc") / str(pid) / "ns" / "net").readlink() == Path(own):
+    current = os.readlink("/proc/self/ns/net")
+    while (Path("/proc") / str(pid) / "ns" / "net").readlink() == Path(current):
         if time.monotonic() > deadline:
             raise RuntimeError(f"unshare --net made no namespace within {START_SECONDS:.0f} seconds")
         time.sleep(0.01)

@@ -36,14 +36,14 @@ def _waited_in(error: BaseException) -> str:
     """The innermost function of ours or of Megatron, of the error that came first."""
     while error.__cause__ is not None:
         error = error.__cause__
-    found = "torch"
+    function = "torch"
     for frame in traceback.extract_tb(error.__traceback__):
         for package in ("megatron_balance", "megatron"):
-            _, inside, module = frame.filename.partition(f"/{package}/")
-            if inside:
-                found = f"{package}/{module.rsplit(f'/{package}/')[-1]}:{frame.name}"
+            _, package_path, module = frame.filename.partition(f"/{package}/")
+            if package_path:
+                function = f"{package}/{module.rsplit(f'/{package}/')[-1]}:{frame.name}"
                 break
-    return found
+    return function
 
 
 if __name__ == "__main__":

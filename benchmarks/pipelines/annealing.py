@@ -72,13 +72,13 @@ def megatron_passes(num_stages: int, num_chunks: int, group_size: int, num_micro
                 backward, slot, chunk = orders[stage][position[stage]]
                 depth = chunk * num_stages + stage
                 source = depth + 1 if backward else depth - 1
-                needed = (source % num_stages, backward, slot, source // num_stages)
+                dependency = (source % num_stages, backward, slot, source // num_stages)
                 if source == num_stages * num_chunks:
-                    needed = (stage, False, slot, chunk)
-                if source >= 0 and needed not in number:
+                    dependency = (stage, False, slot, chunk)
+                if source >= 0 and dependency not in number:
                     break
                 number[stage, backward, slot, chunk] = len(rows)
-                rows.append((last[stage], number[needed] if source >= 0 else -1, slot, 1 + backward))
+                rows.append((last[stage], number[dependency] if source >= 0 else -1, slot, 1 + backward))
                 last[stage] = len(rows) - 1
                 position[stage] += 1
     return Passes(*np.array(rows, dtype=np.int32).T.copy())

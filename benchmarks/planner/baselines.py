@@ -31,12 +31,12 @@ def first_fit(tokens: Sequence[int], *, capacity: int, decreasing: bool = False)
     bins: list[list[int]] = []
     room: list[int] = []
     for item in order:
-        found = next((index for index, left in enumerate(room) if left >= tokens[item]), len(bins))
-        if found == len(bins):
+        bin_index = next((index for index, free in enumerate(room) if free >= tokens[item]), len(bins))
+        if bin_index == len(bins):
             bins.append([])
             room.append(capacity)
-        bins[found].append(item)
-        room[found] -= tokens[item]
+        bins[bin_index].append(item)
+        room[bin_index] -= tokens[item]
     return bins
 
 
@@ -104,7 +104,7 @@ def first_fit_then_kk(lengths: NDArray[np.int64], setup: Setup) -> list[list[lis
     """
     tokens = setup.padded(lengths)
     bins = _divisible(first_fit(tokens, capacity=setup.cap), tokens=tokens, setup=setup)
-    return _dealt(bins, costs=tokens, setup=setup)
+    return _round_robin(bins, costs=tokens, setup=setup)
 
 
 def kk_by_flops(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
@@ -116,7 +116,7 @@ def kk_by_flops(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]
     tokens, flops = setup.padded(lengths), setup.flops(lengths)
     num_bins = min(-(-sum(tokens) // setup.cap), lengths.size)
     bins = [held for held in karmarkar_karp(flops, num_parts=num_bins) if held]
-    return _dealt(_divisible(bins, tokens=tokens, setup=setup), costs=flops, setup=setup)
+    return _round_robin(_divisible(bins, tokens=tokens, setup=setup), costs=flops, setup=setup)
 
 
 def _divisible(bins: list[list[int]], *, tokens: list[int], setup: Setup) -> list[list[int]]:
@@ -124,7 +124,7 @@ def _divisible(bins: list[list[int]], *, tokens: list[int], setup: Setup) -> lis
     return split_bins(bins, tokens=tokens, num_bins=-(-len(bins) // dp_size) * dp_size)
 
 
-def _dealt(bins: list[list[int]], *, costs: list[int], setup: Setup) -> list[list[list[int]]]:
+def _round_robin(bins: list[list[int]], *, costs: list[int], setup: Setup) -> list[list[list[int]]]:
     weights = [sum(costs[sample] for sample in held) for held in bins]
     parts = karmarkar_karp(weights, num_parts=setup.topology.dp_size, equal_size=True)
     return [[bins[index] for index in part] for part in parts]

@@ -118,5 +118,5 @@ after another.{others}
 def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> list[str]:
     known = [cells[name] for name in setups]
     over_cap = max((cell[2] for cell in known if not isinstance(cell, str)), default=0.0)
-    shown = [cell if isinstance(cell, str) else f"{cell[0]:.4f}, {cell[3]:.1f}" for cell in known]
-    return [planner, *shown, f"≤ {over_cap:.0%}" if over_cap else "none"]
+    texts = [cell if isinstance(cell, str) else f"{cell[0]:.4f}, {cell[3]:.1f}" for cell in known]
+    return [planner, *texts, f"≤ {over_cap:.0%}" if over_cap else "none"]

@@ -145,8 +145,8 @@ def add_length_options(parser: argparse.ArgumentParser) -> None:
 
 def lengths_folder(args: argparse.Namespace) -> Path | None:
     """The folder of real lengths; None where they are to be drawn, or not every set is there."""
-    found = all((args.lengths / f"{name}.npz").is_file() for name in SYNTHETIC_LENGTHS)
-    return args.lengths if found and not args.synthetic else None
+    complete = all((args.lengths / f"{name}.npz").is_file() for name in SYNTHETIC_LENGTHS)
+    return args.lengths if complete and not args.synthetic else None
 
 
 def lengths_said(folder: Path | None) -> str:

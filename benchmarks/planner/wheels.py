@@ -60,8 +60,8 @@ def rearranger(tokens: list[int], *, cap: int) -> Callable[[int], list[list[int]
     column = torch.tensor(tokens, dtype=torch.int64)[:, None]
     batch: Any = TensorDict({"input_ids": column, "attention_mask": column}, batch_size=[len(tokens)])
 
-    def plan(least: int) -> list[list[int]]:
-        return rearrange_micro_batches(batch, max_token_len=cap, min_num_micro_batch=least)[1]
+    def plan(num_bins: int) -> list[list[int]]:
+        return rearrange_micro_batches(batch, max_token_len=cap, min_num_micro_batch=num_bins)[1]
 
     return plan
 
@@ -76,10 +76,10 @@ def areal_wheel(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]
 
     tokens = setup.padded(lengths)
     parts = balanced_greedy_partition(tokens, setup.topology.dp_size)
-    held = [[tokens[sample] for sample in part] for part in parts]
+    bin_tokens = [[tokens[sample] for sample in part] for part in parts]
     count = 1
     while True:
-        plans = [ffd_allocate(values, setup.cap, min_groups=count) for values in held]
+        plans = [ffd_allocate(values, setup.cap, min_groups=count) for values in bin_tokens]
         largest = max(map(len, plans))
         if all(len(slots) == largest for slots in plans):
             break

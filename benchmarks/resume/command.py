@@ -42,10 +42,10 @@ def measure(args: argparse.Namespace) -> Measured:
     write_rows(FOLDER / "rows.jsonl", rows_of_distinct_lengths(), order=range(NUM_ROWS))
     data = f"--data-path {FOLDER / 'rows.jsonl'} --seed {SEED}"
     import_once()
-    wanted: list[Case | str] = [*cases(), *MISHAPS]
-    names = [case if isinstance(case, str) else case.name for case in wanted]
+    chosen: list[Case | str] = [*cases(), *MISHAPS]
+    names = [case if isinstance(case, str) else case.name for case in chosen]
     rows: list[list[Any]] = []
-    for number, (name, case) in enumerate(zip(names, wanted, strict=True)):
+    for number, (name, case) in enumerate(zip(names, chosen, strict=True)):
         if args.only not in name or (args.lean and name not in LEAN):
             continue
         folder = FOLDER / f"case{number}"

@@ -55,7 +55,7 @@ def lose_a_node(case: Case, *, folder: Path, data: str, rng: np.random.Generator
     flags = f"{case.flags} {data} --save {checkpoints} --load {checkpoints} --save-interval {SAVE_INTERVAL}".split()
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     rendezvous = [[*_TORCHRUN.format(is_host=node == 0).split(), endpoint] for node in range(NUM_NODES)]
-    commands = [command_of(record, flags, num_ranks=RANKS_A_NODE, rendezvous=one) for one in rendezvous]
+    commands = [command_of(record, flags, num_ranks=RANKS_A_NODE, rendezvous=address) for address in rendezvous]
     killer = Killer(record, num_ranks=case.ranks, rng=rng)
     logs = [folder / f"node{node}.log" for node in range(NUM_NODES)]
     nodes = [_started(command, log=log) for command, log in zip(commands, logs, strict=True)]
@@ -71,12 +71,14 @@ def lose_a_node(case: Case, *, folder: Path, data: str, rng: np.random.Generator
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             node.wait()
-    said = "".join(log.read_text(errors="replace") for log in logs)
+    printed = "".join(log.read_text(errors="replace") for log in logs)
     if not killer.has_killed or nodes[0].returncode:
-        raise RunFailed(f"{'ended with' if killer.has_killed else 'not killed:'} {nodes[0].returncode}: {said[-3000:]}")
+        raise RunFailed(
+            f"{'ended with' if killer.has_killed else 'not killed:'} {nodes[0].returncode}: {printed[-3000:]}"
+        )
     ranks = read_records(record, num_ranks=RANKS_A_NODE)
     resumed = next(steps for steps in ranks if steps and "lm_loss" in steps[0])
-    starts = [int(start) for start in _LOADED.findall(said)]
+    starts = [int(start) for start in _LOADED.findall(printed)]
     return ElasticRun(resumed, starts[-1] if starts else 0, num_ranks=len(resumed[0]["ranks"]))
 
 

@@ -119,15 +119,15 @@ def compare(resumed: list[dict[str, Any]], *, whole: list[dict[str, Any]], start
     """Hold a resumed run against one that was not interrupted."""
     expected = whole[start:]
     pairs = list(zip(resumed, expected, strict=False))
-    equal = [all(ours[key] == theirs[key] for key in ("lm_loss", "grad_norm")) for ours, theirs in pairs]
+    equal = [all(step[key] == base[key] for key in ("lm_loss", "grad_norm")) for step, base in pairs]
     difference = max(
-        (abs(ours[key] - theirs[key]) / abs(theirs[key]) for ours, theirs in pairs for key in ("lm_loss", "grad_norm")),
+        (abs(step[key] - base[key]) / abs(base[key]) for step, base in pairs for key in ("lm_loss", "grad_norm")),
         default=0.0,
     )
     problem = ""
     if len(resumed) != len(expected):
         problem = f"{len(resumed)} steps in place of {len(expected)}"
-    elif any(sorted(ours["lengths"]) != sorted(theirs["lengths"]) for ours, theirs in pairs):
+    elif any(sorted(step["lengths"]) != sorted(base["lengths"]) for step, base in pairs):
         problem = "other samples in a step"
     elif difference > (0.0 if bit_for_bit else ROUNDING):
         problem = f"differs by {difference:.1e}"

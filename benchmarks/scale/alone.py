@@ -55,13 +55,13 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
 def answered(lengths: NDArray[Any]) -> Iterator[None]:
     """Collectives that return what ranks with these lengths would send, whose other values are those of rank 0."""
     inner = dist.all_gather_into_tensor, dist.irecv, comm._timeout_of
-    others, num_samples = torch.from_numpy(lengths), lengths.shape[1]
+    all_lengths, num_samples = torch.from_numpy(lengths), lengths.shape[1]
 
     def all_gather(gathered: torch.Tensor, row: torch.Tensor, **_: Any) -> None:
         rows = gathered.view(len(lengths), -1)
         rows[:] = row
         if row.numel() >= HEADER_FIELDS + num_samples:
-            rows[:, HEADER_FIELDS : HEADER_FIELDS + num_samples] = others
+            rows[:, HEADER_FIELDS : HEADER_FIELDS + num_samples] = all_lengths
 
     def irecv(received: torch.Tensor, **keywords: Any) -> Any:
         # Zeros in place of samples; in an agreement a rank that is fine and has no plan.

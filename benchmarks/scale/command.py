@@ -84,18 +84,18 @@ def _problems(figures: Mapping[str, Any]) -> Iterator[str]:
         share = world["exposed_seconds"]["p50"] / figures["step_seconds"]
         if world["num_ranks"] <= 16 and share > EXPOSED_LIMIT:
             yield f"{world['num_ranks']} ranks: {share:.2%} of a step is exposed, more than {EXPOSED_LIMIT:.1%}"
-    for most in [SequenceTime(**figures) for figures in figures.get("sequences", ())][-1:]:
-        if most.of_each > LIMIT_MS:
-            yield f"{most.num_sequences} sequences: {most.of_each:.3f} CPU ms each, more than {LIMIT_MS}"
+    for largest in [SequenceTime(**figures) for figures in figures.get("sequences", ())][-1:]:
+        if largest.of_each > LIMIT_MS:
+            yield f"{largest.num_sequences} sequences: {largest.of_each:.3f} CPU ms each, more than {LIMIT_MS}"
 
 
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
-    parts = {"worlds": _of_worlds, "alone": _of_alone, "sequences": _of_sequences, "plans": _of_plans}
+    parts = {"worlds": _worlds_text, "alone": _alone_text, "sequences": _sequences_text, "plans": _plans_text}
     return "\n\n".join(write(figures) for part, write in parts.items() if part in figures)
 
 
-def _of_worlds(figures: Mapping[str, Any]) -> str:
+def _worlds_text(figures: Mapping[str, Any]) -> str:
     rows = [
         (
             world["num_ranks"],
@@ -128,18 +128,18 @@ of two a replica every second rank reads no data.
 {table(columns, rows, align="r" * 12)}"""
 
 
-def _of_alone(figures: Mapping[str, Any]) -> str:
+def _alone_text(figures: Mapping[str, Any]) -> str:
     known = ("gather", "compare", "write", "exchange", "pack", "agree", "split")
-    stages = [stage for stage in known if all(stage in one["cpu_seconds"] for one in figures["alone"])]
+    stages = [stage for stage in known if all(stage in figure["cpu_seconds"] for figure in figures["alone"])]
     rows = [
         (
-            f"{one['num_ranks']:,}",
-            _milliseconds(one["plan_seconds"]),
-            *(_milliseconds(one["cpu_seconds"][stage]) for stage in stages),
-            f"{one['sent_nbytes'] / 1024:.0f}",
-            f"{one['num_peers']:.0f}",
+            f"{figure['num_ranks']:,}",
+            _milliseconds(figure["plan_seconds"]),
+            *(_milliseconds(figure["cpu_seconds"][stage]) for stage in stages),
+            f"{figure['sent_nbytes'] / 1024:.0f}",
+            f"{figure['num_peers']:.0f}",
         )
-        for one in figures["alone"]
+        for figure in figures["alone"]
     ]
     columns = " | ".join(
         ["data-parallel ranks", "plan ms", *(f"{stage} CPU ms" for stage in stages), "KiB sent", "to ranks"]
@@ -152,7 +152,7 @@ clock, the least of {ALONE_STEPS - 1} steps.
 {table(columns, rows, align="r" * 11)}"""
 
 
-def _of_sequences(figures: Mapping[str, Any]) -> str:
+def _sequences_text(figures: Mapping[str, Any]) -> str:
     times = [SequenceTime(**figures) for figures in figures["sequences"]]
     rows = [
         (f"{t.num_sequences:,}", f"{t.num_tokens:,}", f"{t.cpu_ms:.1f}", f"{t.exchange_cpu_ms:.1f}", f"{t.of_each:.4f}")
@@ -170,13 +170,13 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2g}"
 
 
-def _of_plans(figures: Mapping[str, Any]) -> str:
+def _plans_text(figures: Mapping[str, Any]) -> str:
     cells: dict[int, dict[str, str]] = {}
     for row in figures["plans"]:
         kind = f"{'dense' if row['ep_size'] == 1 else 'EP{}'.format(row['ep_size'])}, PP{row['pp_size']}"
         cells.setdefault(row["dp_size"], {})[kind] = f"{row['cpu_ms']:.0f} ({row['over_bound']:.4f})"
     kinds = list(next(iter(cells.values())))
-    rows = [[f"{size:,}", *of_size.values()] for size, of_size in cells.items()]
+    rows = [[f"{size:,}", *plan_cells.values()] for size, plan_cells in cells.items()]
     return f"""### Plans at scale
 
 CPU milliseconds of a plan, and its predicted time over the bound: {PLANNED_PER_RANK} samples a rank, 16,384 tokens a

@@ -46,7 +46,7 @@ class RankRun:
         torch.set_num_threads(1)
         samples = Samples(self.num_ranks // self.replica_size, WARM_UP_STEPS + self.num_steps, self.lengths_folder)
         dist.init_process_group("gloo", rank=rank, world_size=self.num_ranks, timeout=TIMEOUT)
-        before, started = held(), (time.perf_counter(), time.process_time())
+        before, started = resources(), (time.perf_counter(), time.process_time())
         size, everyone = self.replica_size, range(self.num_ranks)
         dp_group = make_groups([everyone[first::size] for first in range(size)], timeout=TIMEOUT)
         replica_group = None
@@ -64,7 +64,7 @@ class RankRun:
         stages = StageTimes()
         with stages.installed():
             steps = list(self._steps(prefetcher, source))
-        after = held()
+        after = resources()
         result = {
             "groups_seconds": seconds,
             "groups_cpu_seconds": cpu_seconds,
@@ -96,7 +96,7 @@ class RankRun:
             }
 
 
-def held() -> dict[str, int]:
+def resources() -> dict[str, int]:
     """Open files, sockets among them, threads and anonymous bytes of this process.
 
     Private bytes would also count what a fork shares with the others until a reference count is written.

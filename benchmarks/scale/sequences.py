@@ -54,19 +54,21 @@ def _measured(num_sequences: int) -> SequenceTime:
     lengths = random.integers(1, 2 * _MEAN_TOKENS, (_NUM_ROWS, num_sequences // _NUM_ROWS))
     lengths[:, -1] += lengths.sum(1).max() - lengths.sum(1)  # rows of one length
     items = [row_of(row) for row in lengths]
-    of_ranks = np.stack([lengths.ravel(), *random.integers(1, 2 * _MEAN_TOKENS, (_NUM_RANKS - 1, lengths.size))])
+    rank_lengths = np.stack([lengths.ravel(), *random.integers(1, 2 * _MEAN_TOKENS, (_NUM_RANKS - 1, lengths.size))])
     times = StageTimes()
     dist.init_process_group("fake", rank=0, world_size=_NUM_RANKS, store=FakeStore())
     try:
         planner = StepPlanner(planner_settings(_NUM_RANKS), dp_group=dist.group.WORLD)
         for _ in range(_NUM_STEPS):
-            with answered(of_ranks), times.installed():
+            with answered(rank_lengths), times.installed():
                 planner.make(Fetched(items), num_items=len(items))
     finally:
         dist.destroy_process_group()
     messages = [step["exchange"][1] for step in times.steps[1:]]
     cpu, exchange = (
-        statistics.median(step[stage][1] - of_step for step, of_step in zip(times.steps[1:], messages, strict=True))
+        statistics.median(
+            step[stage][1] - message_seconds for step, message_seconds in zip(times.steps[1:], messages, strict=True)
+        )
         for stage in ("all", "reroute")
     )
     return SequenceTime(num_sequences, int(lengths.sum()), 1e3 * cpu, 1e3 * exchange)

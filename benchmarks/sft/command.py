@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> Measured:
     verdicts = list(_verdicts(runs, only=args.only))
     if not args.only:
         figures["layouts"][args.name] = {
-            verdict.case.name: [verdict.loss, verdict.grad_norm, *_said(verdict)] for verdict in verdicts
+            verdict.case.name: [verdict.loss, verdict.grad_norm, *_notes(verdict)] for verdict in verdicts
         }
     bad = [f"{verdict.case.name}: {verdict.says}" for verdict in verdicts if not verdict.good]
     return Measured(figures, raw=[asdict(verdict) for verdict in verdicts], problems=bad)
@@ -70,10 +70,10 @@ def _verdicts(runs: Runs, *, only: Sequence[str]) -> Iterator[Verdict]:
         yield verdict
 
 
-def _said(verdict: Verdict) -> list[str]:
+def _notes(verdict: Verdict) -> list[str]:
     """What is more than `equal to stock`."""
-    said = [] if verdict.says == "equal" else [verdict.says]
-    return said + (["against one rank: stock fails"] if verdict.reference.startswith(ONE_RANK) else [])
+    notes = [] if verdict.says == "equal" else [verdict.says]
+    return notes + (["against one rank: stock fails"] if verdict.reference.startswith(ONE_RANK) else [])
 
 
 def _runner(tree: Path) -> speed.Runner:
@@ -100,11 +100,11 @@ def _stocks(tree: Path) -> dict[str, Any]:
     }
 
     def run(kind: str, flags: Sequence[str]) -> Recorded:
-        of_data = data_flags(DATA[1] if kind == "masked-documents" else DATA[0], data[kind])
+        dataset_flags = data_flags(DATA[1] if kind == "masked-documents" else DATA[0], data[kind])
         script: dict[str, Any] = {"TRAINING_SCRIPT": str(tree / "pretrain_gpt.py")}
         limits: dict[str, Any] = {"num_ranks": stocks.NUM_RANKS, "timeout_seconds": TIMEOUT_SECONDS}
         shutil.rmtree(folder / "run", ignore_errors=True)
-        return train_forked(folder / "run", [*of_data, *flags], environment=script, **limits)
+        return train_forked(folder / "run", [*dataset_flags, *flags], environment=script, **limits)
 
     def lengths(kind: str) -> str:
         paths = data[kind]
@@ -215,34 +215,34 @@ stock fails in this layout.
 {_layouts(figures["layouts"])}"""
 
 
-def _stocks_table(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
+def _stocks_table(checkouts: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         (checkout, kind, f"{row['predicted']:.3f}×", f"{row['measured']:.3f}×", f"{row['below']:.1%}")
-        for checkout, kinds in of_checkouts.items()
+        for checkout, kinds in checkouts.items()
         for kind, row in kinds.items()
     ]
     return table("checkout | stock | predicted | measured, median | below", rows)
 
 
 def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:
-    stock = above = policies["stock"]["cpu_seconds"]
+    stock = previous = policies["stock"]["cpu_seconds"]
     rows: list[tuple[str, ...]] = []
     for name, row in policies.items():
         seconds = row["cpu_seconds"]
-        factor = "–" if name == "stock" else f"{above / seconds:.2f}×"
+        factor = "–" if name == "stock" else f"{previous / seconds:.2f}×"
         difference = "–" if name == "stock" else f"{row['loss_difference']:.1e}"
         rows.append((name, f"{seconds:.2f}", factor, f"{stock / seconds:.2f}×", difference))
-        above = seconds
+        previous = seconds
     return table(
         "policy | busiest rank, CPU s a step | this flag's factor | speed over stock | largest loss difference", rows
     )
 
 
-def _layouts(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
+def _layouts(checkouts: Mapping[str, Mapping[str, Any]]) -> str:
     kinds: dict[str, str] = dict(zip(DATA, ("`--sft`", "documents", "padded rows"), strict=True))
-    columns = [(checkout, kind) for checkout in of_checkouts for kind in DATA]
+    columns = [(checkout, kind) for checkout in checkouts for kind in DATA]
     rows: dict[str, dict[tuple[str, str], str]] = {}
-    for checkout, runs in of_checkouts.items():
+    for checkout, runs in checkouts.items():
         for name, cells in runs.items():
             layout, kind, _, *variants = name.split(" / ")
             rows.setdefault(", ".join([layout, *variants]), {})[checkout, kind] = _cell(*cells)
@@ -251,6 +251,6 @@ def _layouts(of_checkouts: Mapping[str, Mapping[str, Any]]) -> str:
     return table(head, lines, align="l" * (len(columns) + 1))
 
 
-def _cell(loss: float | None, grad_norm: float | None, *said: str) -> str:
+def _cell(loss: float | None, grad_norm: float | None, *notes: str) -> str:
     differences = [] if loss is None else [f"{loss:.0e} / {grad_norm:.0e}"]
-    return ", ".join(differences + ["1" if "one rank" in text else text.partition(",")[0] for text in said])
+    return ", ".join(differences + ["1" if "one rank" in text else text.partition(",")[0] for text in notes])

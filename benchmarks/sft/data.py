@@ -88,7 +88,7 @@ def _write_conversations(path: Path, *, samples: Sequence[PromptResponse], in_a_
                 return
             messages = [list(conversation) for conversation in row]
             out.write(json.dumps({"messages": list(itertools.chain.from_iterable(messages))}) + "\n")
-            lengths.write(json.dumps([sum(map(_num_tokens, of_one)) for of_one in messages]) + "\n")
+            lengths.write(json.dumps([sum(map(_num_tokens, turns)) for turns in messages]) + "\n")
 
 
 def _conversation(sample: PromptResponse) -> Iterator[dict[str, str]]:

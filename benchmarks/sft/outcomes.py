@@ -40,14 +40,14 @@ def logged_numbers(output: str) -> list[dict[str, str]]:
 
 def differing_number(ours: Outcome, reference: Outcome) -> str:
     """The first number that is logged otherwise, empty where none is: beyond rounding, and that of its last digit."""
-    for step, (mine, theirs) in enumerate(zip(ours.logged, reference.logged, strict=True), start=1):
-        if mine.keys() != theirs.keys():
-            return f"step {step} logs {sorted(mine.keys() ^ theirs.keys())} in one of them alone"
+    for step, (numbers, theirs) in enumerate(zip(ours.logged, reference.logged, strict=True), start=1):
+        if numbers.keys() != theirs.keys():
+            return f"step {step} logs {sorted(numbers.keys() ^ theirs.keys())} in one of them alone"
         for name, text in theirs.items():
-            one, other = Decimal(mine[name]), Decimal(text)
+            value, other = Decimal(numbers[name]), Decimal(text)
             digit = Decimal(1).scaleb(int(other.as_tuple().exponent))
-            if abs(one - other) > digit + abs(other) * Decimal(ALLOWANCES["fp32"].loss):
-                return f"step {step} logs {name} {one} in place of {other}"
+            if abs(value - other) > digit + abs(other) * Decimal(ALLOWANCES["fp32"].loss):
+                return f"step {step} logs {name} {value} in place of {other}"
     return ""
 
 
@@ -65,9 +65,9 @@ class Verdict:
 
 def last_error(output: str) -> str:
     """The last line that names an exception, or the last line."""
-    found = _ERROR.findall(output)
+    errors = _ERROR.findall(output)
     lines = output.strip().splitlines()
-    return found[-1].strip() if found else lines[-1] if lines else "it printed nothing"
+    return errors[-1].strip() if errors else lines[-1] if lines else "it printed nothing"
 
 
 def judge_refusal(case: Case, *, ours: Outcome) -> Verdict:

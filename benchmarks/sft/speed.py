@@ -46,7 +46,7 @@ def measure_speed(run: Runner) -> dict[str, dict[str, float]]:
 
 
 def _figures(run: Recorded, *, stock: Recorded) -> dict[str, float]:
-    steps = [list(of_step) for of_step in zip(*run.ranks, strict=True)][WARM_UP_STEPS:]
+    steps = [list(step_rows) for step_rows in zip(*run.ranks, strict=True)][WARM_UP_STEPS:]
     return {
         "cpu_seconds": statistics.mean(max(rank["cpu_seconds"] for rank in ranks) for ranks in steps),
         "seconds": statistics.mean(max(rank["seconds"] for rank in ranks) for ranks in steps),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from training_run import Recorded
 
 from megatron_balance.cli import main
@@ -64,10 +65,11 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
     flags += [f"--cost {seconds} --policy calibrated", f"--shuffle {SEED}" if kind == "masked-documents" else ""]
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["fit", str(record), "--out", str(seconds)]) == 0
-        stock_seconds, balanced_seconds = np.subtract(
-            *(_predicted(lengths, " ".join(flags).split(), num_steps=count) for count in (NUM_STEPS, WARM_UP_STEPS))
+        whole, warm_up = (
+            _predicted(lengths, " ".join(flags).split(), num_steps=count) for count in (NUM_STEPS, WARM_UP_STEPS)
         )
-    predicted = float(stock_seconds / balanced_seconds)
+    stock_seconds, balanced_seconds = (whole - warm_up).tolist()
+    predicted = stock_seconds / balanced_seconds
     measured = statistics.median(gains)
     sys.stdout.write(
         f"{kind}: predicted {predicted:.3f}, measured {measured:.3f} of {[round(gain, 3) for gain in gains]}\n"
@@ -76,13 +78,13 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
     return {"predicted": predicted, "measured": measured, "below": 1 - measured / predicted, "runs": gains}
 
 
-def _predicted(lengths: str, flags: Sequence[str], *, num_steps: int) -> list[float]:
+def _predicted(lengths: str, flags: Sequence[str], *, num_steps: int) -> NDArray[np.float64]:
     """Seconds that `compare` predicts for the first steps of an epoch: stock, and balanced by the fitted seconds."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as out:
         assert main(["compare", lengths, *flags, "--steps", str(num_steps), "--json", out.name]) == 0
         lines = [json.loads(line) for line in Path(out.name).read_text().splitlines()]
     seconds = {line["name"]: line["seconds_per_step"] * num_steps for line in lines if line["kind"] == "policy"}
-    return [seconds["stock"], seconds["calibrated"]]
+    return np.array([seconds["stock"], seconds["calibrated"]])
 
 
 def _passes(run: Recorded) -> float:

@@ -52,14 +52,14 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def _problems(growth: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    for rank, (mine, theirs) in enumerate(zip(growth["balanced"], growth["stock"], strict=True)):
+    for rank, (balanced, stock) in enumerate(zip(growth["balanced"], growth["stock"], strict=True)):
         for name in ("more_fds", "more_threads"):
-            if mine[name] > 0:
-                yield f"rank {rank}: {name} {mine[name]} in the second half of the run"
-        more = mine["malloc_bytes"]["per_step"] - theirs["malloc_bytes"]["per_step"]
+            if balanced[name] > 0:
+                yield f"rank {rank}: {name} {balanced[name]} in the second half of the run"
+        more = balanced["malloc_bytes"]["per_step"] - stock["malloc_bytes"]["per_step"]
         if more > MAX_BYTES_PER_STEP:
             yield f"rank {rank}: malloc gave out {more:.0f} bytes a step more than in the stock run"
-        more = mine["rss_at_end"] - mine["rss_at_half"] - theirs["rss_at_end"] + theirs["rss_at_half"]
+        more = balanced["rss_at_end"] - balanced["rss_at_half"] - stock["rss_at_end"] + stock["rss_at_half"]
         if more > MAX_RSS_BYTES:
             yield f"rank {rank}: resident memory grew by {more} bytes more than stock's"
 
@@ -70,13 +70,13 @@ def section(figures: Mapping[str, Any]) -> str:
         (
             name,
             rank,
-            *(_slope(of_rank[figure]) for figure in ("malloc_bytes", "rss_bytes")),
-            *(f"{of_rank[figure] / 2**20:.1f}" for figure in ("rss_at_half", "rss_at_end")),
-            _slope(of_rank["num_blocks"]),
-            *(f"{of_rank[f'num_{kind}']} ({of_rank[f'more_{kind}']:+d})" for kind in ("fds", "threads")),
+            *(_slope(rank_growth[figure]) for figure in ("malloc_bytes", "rss_bytes")),
+            *(f"{rank_growth[figure] / 2**20:.1f}" for figure in ("rss_at_half", "rss_at_end")),
+            _slope(rank_growth["num_blocks"]),
+            *(f"{rank_growth[f'num_{kind}']} ({rank_growth[f'more_{kind}']:+d})" for kind in ("fds", "threads")),
         )
         for name, ranks in figures["growth"].items()
-        for rank, of_rank in enumerate(ranks)
+        for rank, rank_growth in enumerate(ranks)
     ]
     columns = (
         "run | rank | given out, bytes a step | resident, bytes a step | MiB at half | MiB at end | blocks a step"

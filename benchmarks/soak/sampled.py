@@ -45,7 +45,7 @@ def _sampled(train_step: Function, *, out: TextIO) -> Function:
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         step = next(steps)
         if step % SAMPLE_STEPS == 0:
-            row = {"step": step, **held(), "seconds": seconds, "cpu_seconds": cpu_seconds, **_balanced()}
+            row = {"step": step, **resources(), "seconds": seconds, "cpu_seconds": cpu_seconds, **_balanced()}
             print(json.dumps(row | {"lm_loss": float(result[0]["lm loss"])}), file=out, flush=True)
         return result
 
@@ -67,7 +67,7 @@ def malloc_bytes() -> int:
     return info.uordblks + info.hblkhd
 
 
-def held() -> dict[str, int]:
+def resources() -> dict[str, int]:
     """Memory, files and threads of this process; Linux only."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -87,8 +87,8 @@ def _balanced() -> dict[str, Any]:
     if balanced is None or balanced.last_step is None:
         return {"balanced": False}
     step = balanced.last_step
-    shown = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
-    return {"balanced": True, **shown}
+    plan = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
+    return {"balanced": True, **plan}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def main() -> None:
         colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
         chrome.get(page.resolve().as_uri())
-        WebDriverWait(chrome, 60).until(lambda one: one.execute_script("return document.documentElement.dataset.drawn"))
+        WebDriverWait(chrome, 60).until(
+            lambda driver: driver.execute_script("return document.documentElement.dataset.drawn")
+        )
         picture = Image.open(io.BytesIO(chrome.get_screenshot_as_png())).convert("RGB").quantize(NUM_COLOURS)
         picture.save(Path(__file__).with_name(f"report_{scheme}.png"), optimize=True)
     chrome.quit()

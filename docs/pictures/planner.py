@@ -60,7 +60,7 @@ def main() -> None:
 def _step() -> Picture:
     topology = Topology(4)
     homes = np.arange(LENGTHS.size) % topology.dp_size
-    packed = build_data_schedule(
+    unmoved = build_data_schedule(
         LENGTHS,
         cost_model=CostModel.tokens(),
         topology=topology,
@@ -72,7 +72,7 @@ def _step() -> Picture:
     return Picture(
         "step",
         panels=(
-            _meeting_once("Packed where they were loaded (--use-dynamic-batch-size)", packed),
+            _meeting_once("Packed where they were loaded (--use-dynamic-batch-size)", unmoved),
             _meeting_once("Planned for `step`", balanced),
         ),
     )
@@ -112,11 +112,11 @@ def _meeting_once(title: str, schedule: DataSchedule) -> Panel:
     figures = schedule.metrics(cost_model=COST_MODEL)
     seconds = _judged(schedule) / figures.lower_bound
     bars: list[Bar] = []
-    for rank, of_rank in enumerate(seconds):
-        ends = np.cumsum(of_rank)
+    for rank, spans in enumerate(seconds):
+        ends = np.cumsum(spans)
         bars += [
             Bar(rank, start=end - duration, duration=duration, shade=duration / seconds.max())
-            for end, duration in zip(ends, of_rank, strict=True)
+            for end, duration in zip(ends, spans, strict=True)
         ]
         bars.append(_idle(rank, since=ends[-1], until=seconds.sum(axis=1).max()))
     return Panel(
@@ -130,8 +130,8 @@ def _meeting_always(title: str, schedule: DataSchedule) -> Panel:
     seconds = _judged(schedule) / figures.lower_bound
     ends = np.cumsum(seconds.max(axis=0))
     bars: list[Bar] = []
-    for rank, of_rank in enumerate(seconds):
-        for slot, duration in enumerate(of_rank):
+    for rank, spans in enumerate(seconds):
+        for slot, duration in enumerate(spans):
             start = ends[slot] - seconds[:, slot].max()
             bars.append(Bar(rank, start=start, duration=duration, shade=duration / seconds.max()))
             bars.append(_idle(rank, since=start + duration, until=ends[slot]))

@@ -31,8 +31,8 @@ def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
     starts = np.cumsum(busiest) - busiest
     idle = 1 - seconds.sum() / (len(seconds) * busiest.sum())
     bars: list[Bar] = []
-    for rank, of_rank in enumerate(seconds):
-        for start, worked, lasted in zip(starts, of_rank, busiest, strict=True):
+    for rank, spans in enumerate(seconds):
+        for start, worked, lasted in zip(starts, spans, busiest, strict=True):
             bars.append(Bar(rank, start=start, duration=worked, shade=worked / longest))
             bars.append(Bar(rank, start=start + worked, duration=lasted - worked, shade=None))
     return Panel(
@@ -46,7 +46,7 @@ def panels(policies: Sequence[str] = tuple(POLICIES)) -> list[Panel]:
     """The measured timelines, one a policy."""
     figures = json.loads(RESULT.read_text())["policies"]
     seconds = {policy: np.array(figures[policy]["cpu_seconds"]) for policy in policies}
-    longest = max(of_policy.max() for of_policy in seconds.values())
+    longest = max(times.max() for times in seconds.values())
     return [panel(POLICIES[policy], seconds[policy], longest=longest) for policy in policies]
 
 

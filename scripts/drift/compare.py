@@ -77,8 +77,8 @@ class Package(NamedTuple):
         if self.name == "transformer-engine":
             return (place / "build_tools" / "VERSION.txt").read_text("utf-8").strip().removesuffix(".dev0")
         text = sources.read(sources.path(self.marker) or "")
-        found = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
-        return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+        entries = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", text, flags=re.MULTILINE))
+        return ".".join(entries[name] for name in ("MAJOR", "MINOR", "PATCH"))
 
 
 PACKAGES = (
@@ -115,14 +115,14 @@ def relied() -> dict[str, list[Relied]]:
 
 def record(rows: Sequence[Row], *, sources: Sources) -> Recorded:
     """What a release has by target; missing targets are left out."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for row in rows:
         definition = sources.find(row.target)
         if definition is not None:
-            of_row = {"parameters": parameters_of(definition), "body": fingerprint(definition)}
-            of_row["binders"] = sources.binders(row.target) if isinstance(row, Hook) else []
-            found[row.target] = {name: value for name, value in of_row.items() if value}
-    return found
+            facts = {"parameters": parameters_of(definition), "body": fingerprint(definition)}
+            facts["binders"] = sources.binders(row.target) if isinstance(row, Hook) else []
+            entries[row.target] = {name: value for name, value in facts.items() if value}
+    return entries
 
 
 def save(rows: Recorded, *, path: Path) -> None:
@@ -146,8 +146,8 @@ def _broken(row: Row, *, sources: Sources) -> Iterator[str]:
         return
     if isinstance(definition, ast.ClassDef):
         yield "is a class now, not a function"
-    taken = {parameter.partition("=")[0].lstrip("*") for parameter in parameters_of(definition)}
-    if missing := [name for name in row.parameters if name not in taken]:
+    parameter_names = {parameter.partition("=")[0].lstrip("*") for parameter in parameters_of(definition)}
+    if missing := [name for name in row.parameters if name not in parameter_names]:
         yield f"no longer takes {', '.join(missing)}"
     name = qualified_name.rpartition(".")[2]
     for owner in row.places:
@@ -170,9 +170,9 @@ def differences(now: Recorded, *, reviewed: Recorded) -> Iterator[Finding]:
 
 
 def _changed(before: Sequence[str], now: Sequence[str]) -> str:
-    added, gone = ([name for name in ours if name not in theirs] for ours, theirs in ((now, before), (before, now)))
+    added, removed = ([name for name in ours if name not in theirs] for ours, theirs in ((now, before), (before, now)))
     parts = [f"{', '.join(added)} as well"] if added else []
-    parts += [f"{', '.join(gone)} no longer"] if gone else []
+    parts += [f"{', '.join(removed)} no longer"] if removed else []
     return "; ".join(parts or ["the same in another order"])
 
 
@@ -216,7 +216,7 @@ def _plain(node: ast.AST) -> Iterator[str]:
             yield repr(value)
             continue
         if field == "body" and isinstance(value, list):  # without docstrings
-            value = [each for each in value if not _is_text(each)]
+            value = [element for element in value if not _is_text(element)]
         if value is None or value == []:
             continue
         yield field

@@ -61,13 +61,13 @@ class Sources:
             definition = self.find(owner)
             bound = definition is not None and name in _defined(definition)
             return Bound(module, f"{class_name}.{name}") if bound else None
-        seen: set[Bound] = set()
-        here: Bound | None = Bound(module, name)
-        while here is not None and here not in seen and (tree := self.tree(here.module)) is not None:
-            if here.name in _defined(tree):
-                return here
-            seen.add(here)
-            here = self._imports(here.module).get(here.name)
+        visited: set[Bound] = set()
+        binding: Bound | None = Bound(module, name)
+        while binding is not None and binding not in visited and (tree := self.tree(binding.module)) is not None:
+            if binding.name in _defined(tree):
+                return binding
+            visited.add(binding)
+            binding = self._imports(binding.module).get(binding.name)
         return None
 
     def binders(self, target: str) -> list[str]:

@@ -45,9 +45,9 @@ def main() -> None:
 
     def with_all_data(*args: Any, **kwargs: Any) -> Any:
         result = redistribute(*args, **kwargs)
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, result.data)
-        for ids, data in zip(result.group_indices, of_ranks, strict=True):
+        rank_values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rank_values, result.data)
+        for ids, data in zip(result.group_indices, rank_values, strict=True):
             for index, trajectory in zip(ids, data, strict=True):
                 result.all_data[index] = trajectory
         return result

@@ -86,10 +86,10 @@ def _keyed_jagged_index_select_dim1(
     """Rows `indices` of every key, key after key; as fbgemm documents it."""
     num_keys = lengths.numel() // batch_size
     segments = (torch.arange(num_keys)[:, None] * batch_size + indices[None]).reshape(-1)
-    taken = lengths[segments]
-    shifts = offsets[segments].long() - (taken.long().cumsum(0) - taken.long())
-    entries = torch.repeat_interleave(shifts, taken.long()) + torch.arange(int(taken.sum()))
-    selected = [values[entries], taken]
+    chosen = lengths[segments]
+    shifts = offsets[segments].long() - (chosen.long().cumsum(0) - chosen.long())
+    entries = torch.repeat_interleave(shifts, chosen.long()) + torch.arange(int(chosen.sum()))
+    selected = [values[entries], chosen]
     return selected if weights is None else [*selected, weights[entries]]
 
 
@@ -107,13 +107,13 @@ def _test_utils(source: Path) -> types.ModuleType:
     from commons.datasets.hstu_batch import HSTUBatch
 
     functions = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
-    wanted = [node for node in functions if node.name == "generate_random_batches"]
+    nodes = [node for node in functions if node.name == "generate_random_batches"]
     module = types.ModuleType("test_utils")
     tracker = types.SimpleNamespace(fork=lambda *args: contextlib.nullcontext())
     tensor_parallel = types.SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
     exec("from typing import *", vars(module))
     vars(module).update(torch=torch, HSTUBatch=HSTUBatch, datasets=commons.datasets, tensor_parallel=tensor_parallel)
-    exec(compile(ast.Module(wanted, type_ignores=[]), str(source), "exec"), vars(module))
+    exec(compile(ast.Module(nodes, type_ignores=[]), str(source), "exec"), vars(module))
     return module
 
 
@@ -122,11 +122,11 @@ def stand_in_for_nccl() -> None:
     init_process_group, barrier = dist.init_process_group, dist.barrier
     dist.init_process_group = lambda *args, **kwargs: init_process_group(*args, **{**kwargs, "backend": "gloo"})
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group=group)
-    dist.all_gather = _of_any_sizes(dist.all_gather)
+    dist.all_gather = _any_sizes(dist.all_gather)
     dist.all_to_all = _all_to_all
 
 
-def _of_any_sizes(all_gather: Any) -> Any:
+def _any_sizes(all_gather: Any) -> Any:
     """All tensors are padded to the longest, gathered and trimmed."""
 
     def gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> None:
