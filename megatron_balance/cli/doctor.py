@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)  # of flags: the checks report them
     try:
         from megatron_balance.mcore import doctor
+        from megatron_balance.runtime.cluster import check_cluster
     except ImportError as error:
         raise BalanceError(f"torch does not load ({error}): pip install '.[megatron]' in a clone.") from error
 
@@ -59,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
         section("packages", doctor.check_packages())
         section("hooks into Megatron, and why each is there", doctor.check_hooks())
         section("machine and environment", doctor.check_environment())
-        if args.megatron_args:
-            section("your flags", doctor.check_flags(args.megatron_args))
+        if flags := args.megatron_args:
+            section("your flags", doctor.check_flags(flags))
         else:
             print("\nyour flags: put your script's after -- to check them")
         if on_cluster:
-            section("all ranks", doctor.check_cluster(flags=args.megatron_args, found=tuple(problems)))
+            section(
+                "all ranks", check_cluster(flags=flags, problems=tuple(problems), step_nbytes=doctor.step_nbytes(flags))
+            )
         print("\nno problem" if not problems else f"\nproblems: {len(problems)}")
     return 1 if problems and not silent else 0

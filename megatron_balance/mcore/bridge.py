@@ -138,14 +138,11 @@ bridge_installation: Installation[BridgeSettings] = Installation(
 
 def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:
     """The balanced run of Bridge's state, built on the first call; every rank of the world calls it."""
-    run = run_of(state, lambda: _built(state.cfg, model=model))
-    if run is not None:
-        run.num_done = state.train_state.step
-    return run
+    return run_of(state, lambda: _build(state, model=model))
 
 
-def _built(config: Any, *, model: Any) -> BalancedForwardBackward | None:
-    settings = bridge_installation.settings
+def _build(state: Any, *, model: Any) -> BalancedForwardBackward | None:
+    config, settings = state.cfg, bridge_installation.settings
     assert settings is not None, "the hooks are installed"
     if config.dist.use_decentralized_pg:
         raise BalanceError(
@@ -160,6 +157,7 @@ def _built(config: Any, *, model: Any) -> BalancedForwardBackward | None:
         cost=settings.cost,
         eval_iters=config.validation.eval_iters or 0,
         lora_rank=getattr(config.peft, "dim", 0),
+        num_steps_done=lambda: state.train_state.step,
         train_iters=config.train.train_iters,
         log_interval=config.logger.log_interval,
         distributed_timeout_minutes=config.dist.distributed_timeout_minutes,
@@ -182,7 +180,7 @@ def _balanced(run: BalancedForwardBackward, schedule: Callable[..., Any]) -> Cal
     @functools.wraps(schedule)
     def on_packs(**arguments: Any) -> Any:
         iterators = arguments["data_iterator"]
-        packs = [with_keys(one) for one in iterators] if isinstance(iterators, list) else with_keys(iterators)
+        packs = [*map(with_keys, iterators)] if isinstance(iterators, list) else with_keys(iterators)
         return schedule(**arguments | {"data_iterator": packs})
 
     return functools.partial(run, on_packs)

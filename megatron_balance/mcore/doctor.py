@@ -1,7 +1,4 @@
-"""The checks of `megatron-balance doctor`: packages, hooks and flags of one machine, then all ranks of a cluster.
-
-Under torchrun ranks first meet in its store, which needs no interface of gloo's: there they compare versions, flags and
-problems, and say where gloo would listen. Then they make a group over gloo and measure it. Only the first rank reports.
+"""The checks of `megatron-balance doctor` on one machine: packages, hooks, environment and flags.
 
 Invariants: only imports change this process; every problem names its remedy.
 """
@@ -9,20 +6,12 @@ Invariants: only imports change this process; every problem names its remedy.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
-import json
 import os
 import platform
 import resource
-import socket
-import statistics
-import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from importlib import metadata
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,37 +21,19 @@ from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.rules import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.settings import policy_of, run_costs, topology_of
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.cluster import Finding
 from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
 from megatron_balance.version import build_version
 
-if TYPE_CHECKING:
-    from megatron_balance.runtime.start import Meeting
-
-TIMEOUT = timedelta(seconds=60)
-IFNAME = "GLOO_SOCKET_IFNAME"
-BYTES_OF_A_TOKEN = 28
+TOKEN_NBYTES = 28
 """Of a row: tokens, labels and positions as int64, a loss mask as float32."""
-
-COMPARED = ("megatron-core", "torch", "numpy", "transformer-engine")
-"""Packages whose other versions might plan or compute differently."""
-
-_NUM_BYTES = 16 << 20
-_SIOCGIFADDR = 0x8915
-
-
-class Finding(NamedTuple):
-    """One line of the report: a check that passed or not, and the remedy where it did not; or a note."""
-
-    ok: bool
-    message: str
-    is_note: bool = False
 
 
 def check_packages() -> Iterator[Finding]:
     """Check that the packages of a run load, and name their versions."""
     yield Finding(True, f"megatron-balance {build_version()}, Python {platform.python_version()}")
-    yield (found := _loaded("torch", package="torch", remedy="pip install '.[megatron]' in a clone"))
-    if not found.ok:
+    yield (finding := _loaded("torch", package="torch", remedy="pip install '.[megatron]' in a clone"))
+    if not finding.ok:
         return
     from megatron_balance.mcore.hooks import supported_version
 
@@ -81,9 +52,9 @@ def check_packages() -> Iterator[Finding]:
     else:
         yield Finding(True, "no GPU: training needs one, and transformer-engine")
     libraries = {"Transformer Engine": version_of("transformer-engine"), "cuDNN": _cudnn_version()}
-    if said := ", ".join(f"{name} {version}" for name, version in libraries.items() if version):
+    if versions := ", ".join(f"{name} {version}" for name, version in libraries.items() if version):
         text = "may build or choose attention kernels for each number of sequences and max_seqlen; balanced"
-        yield Finding(True, f"{said}: {text} micro-batches have few values of the two (docs/megatron.md)")
+        yield Finding(True, f"{versions}: {text} micro-batches have few values of the two (docs/megatron.md)")
 
 
 def _cudnn_version() -> str | None:
@@ -117,8 +88,8 @@ def check_hooks() -> Iterator[Finding]:
             install_hooks([hook], version=f"megatron-core {version}").undo()
             yield Finding(True, f"{hook.target}: {hook.reason}")
         except BalanceError as error:
-            where = f" Runs with {hook.needed} alone need it." if hook.needed else ""
-            yield Finding(bool(hook.needed), f"{error}{where}", is_note=bool(hook.needed))
+            scope = f" Runs with {hook.needed} alone need it." if hook.needed else ""
+            yield Finding(bool(hook.needed), f"{error}{scope}", is_note=bool(hook.needed))
 
 
 def check_environment() -> Iterator[Finding]:
@@ -196,145 +167,18 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
             topology = topology_of(options)
-            needed = files_needed(topology.num_sockets)
-            yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {needed}")
+            num_files = files_needed(topology.num_sockets)
+            yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {num_files}")
             run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]
 
 
-def check_cluster(*, flags: Sequence[str], found: Sequence[str]) -> Iterator[Finding]:
-    """Meet with the other ranks; every rank of the world calls it, with the problems found so far."""
-    from torch.distributed.rendezvous import rendezvous
-
-    from megatron_balance.runtime.start import Meeting, agree
-
-    # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
-    store, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
-    meeting = Meeting(store, rank=rank, num_ranks=num_ranks, timeout=TIMEOUT)
+def step_nbytes(flags: Sequence[str]) -> int:
+    """Bytes that a rank sends if every sample of a step moves; 0 where flags do not say."""
     try:
-        texts = agree({}, meeting=meeting, topic="the doctor", said=json.dumps(_here()))
-    except BalanceError as error:
-        yield Finding(False, str(error))
-        return
-    places = [_Place(*json.loads(text)) for text in texts]
-    hosts = list(dict.fromkeys(place.host for place in places))
-    yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
-    settings = {f"version of {package}": version_of(package) or "none" for package in COMPARED}
-    settings |= {"version of megatron_balance": build_version(), "version of python": platform.python_version()}
-    settings["the command line"] = " ".join(flags)
-    try:
-        agree(settings, meeting=meeting, topic="versions and flags", problem="; ".join(found) or None)
-        yield Finding(True, "all ranks have the same versions and flags")
-    except BalanceError as error:
-        yield Finding(False, str(error))
-    meets = True
-    for place in dict.fromkeys(places):
-        problem = place.problem(several_hosts=len(hosts) > 1)
-        where = f"{place.host}: gloo listens on {place.address} ({place.interface or 'no interface'})"
-        yield Finding(not problem, problem or f"{where}, {IFNAME} is {place.chosen or 'not set'}")
-        meets = meets and not problem
-    if meets:  # else ranks would wait for each other until the timeout
-        yield from _measured(meeting, places=places, flags=flags)
-
-
-class _Place(NamedTuple):
-    """Where a rank runs, the address and interface that gloo would listen on there, and the way to MASTER_ADDR."""
-
-    host: str
-    chosen: str
-    address: str
-    interface: str
-    towards_master: str
-
-    def problem(self, *, several_hosts: bool) -> str:
-        """The reason why ranks of other hosts would not find this one; empty where there is none."""
-        advice = f"set {IFNAME}={self.towards_master or 'the interface that reaches the other hosts'} on {self.host}"
-        if self.chosen and not self.address:
-            return f"{self.host}: {IFNAME} is {self.chosen}, which has no address here; {advice}"
-        if several_hosts and (not self.address or self.address.startswith("127.")):
-            found = f"{self.address} ({self.interface})" if self.address else "no address"
-            return f"{self.host}: gloo would listen on {found}, where no other host reaches it; {advice}"
-        return ""
-
-
-def _here() -> _Place:
-    host, chosen = socket.gethostname(), os.environ.get(IFNAME, "")
-    address = towards_master = ""
-    interfaces: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                interfaces[socket.inet_ntoa(answer[20:24])] = name
-        with contextlib.suppress(OSError):  # this host's address on the way to MASTER_ADDR; nothing is sent
-            probe.connect((os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "1"))))
-            towards_master = interfaces.get(probe.getsockname()[0], "")
-    if chosen:
-        address = next((address for address, name in interfaces.items() if name == chosen.split(",")[0]), "")
-    else:
-        try:
-            address = socket.gethostbyname(host)
-        except OSError:
-            address = "127.0.0.1"  # as torch does
-    return _Place(host, chosen, address, interfaces.get(address, ""), towards_master)
-
-
-def _measured(meeting: Meeting, *, places: Sequence[_Place], flags: Sequence[str]) -> Iterator[Finding]:
-    """Time what a step does: ranks gather a few numbers, and send samples to ranks of other hosts."""
-    import torch
-    import torch.distributed as dist
-
-    rank, num_ranks, started = meeting.rank, meeting.num_ranks, time.perf_counter()
-
-    def seconds_of(job: Callable[[], object], *, times: int) -> list[float]:
-        taken = []
-        for _ in range(times):
-            dist.barrier()
-            begun = time.perf_counter()
-            job()
-            taken.append(time.perf_counter() - begun)
-        return taken
-
-    def gather(*numbers: float) -> list[float]:
-        of_all = torch.zeros(num_ranks * len(numbers), dtype=torch.float64)
-        dist.all_gather_into_tensor(of_all, torch.tensor(numbers, dtype=torch.float64))
-        return of_all.tolist()
-
-    def send_on() -> None:
-        half = num_ranks // 2  # that far away is another host, where there are several
-        works = dist.irecv(received, (rank - half) % num_ranks), dist.isend(sent, (rank + half) % num_ranks)
-        for work in filter(None, works):
-            work.wait()
-
-    try:
-        store = dist.distributed_c10d.PrefixStore("doctor", meeting.store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-        seconds_to_meet = time.perf_counter() - started
-        latency = statistics.median(seconds_of(lambda: gather(*range(8)), times=20))
-        sent, received = torch.zeros(_NUM_BYTES, dtype=torch.uint8), torch.empty(_NUM_BYTES, dtype=torch.uint8)
-        of_ranks = gather(seconds_of(send_on, times=3)[-1])  # the first one connects
-        dist.barrier()
-        dist.destroy_process_group()
-    except (RuntimeError, ValueError) as error:
-        remedy = f"open TCP between the hosts on all ports, or set {IFNAME} to the interface that reaches the others"
-        yield Finding(False, f"gloo: {str(error).splitlines()[0]}; {remedy}")
-        return
-    meeting_says = f"a group of all ranks is made in {seconds_to_meet:.1f} s"
-    yield Finding(True, f"{meeting_says}, a gather takes {1e3 * latency:.2f} ms")
-    slowest = max(range(num_ranks), key=of_ranks.__getitem__)
-    fastest, speed = (_NUM_BYTES / seconds for seconds in (min(of_ranks), of_ranks[slowest]))
-    yield Finding(
-        True,
-        f"ranks receive {_NUM_BYTES >> 20} MiB from far ranks at {speed / 1e6:.0f} to {fastest / 1e6:.0f} MB/s, "
-        f"slowest on rank {slowest} ({places[slowest].host})",
-    )
-    needs, most = "the first step needs TCP on all ports between these addresses", 0.0
-    with contextlib.suppress(BalanceError, ImportError):  # said above
         args, _ = parse_flags(flags, with_megatron=True)
-        most = (args.seq_length or 0) * (args.global_batch_size or 0) * BYTES_OF_A_TOKEN / num_ranks
-    if most:
-        needs += f"; if every sample moves, a rank sends {most / 2**20:.1f} MiB in {most / speed:.2f} s, while the "
-        needs += "step before runs"
-    yield Finding(True, needs)
+    except (BalanceError, ImportError):  # `check_flags` names it
+        return 0
+    return (args.seq_length or 0) * (args.global_batch_size or 0) * TOKEN_NBYTES // int(os.environ["WORLD_SIZE"])

@@ -48,14 +48,18 @@ Schedule = Callable[..., Any]
 class BalancedForwardBackward:
     """Replaces the result of `get_forward_backward_func` while a run balances; every rank of the world makes one.
 
-    `args` are those of Megatron's own loop. `pipeline_shapes` is None where Megatron's stages exchange them. `totals`
-    are those of the newest training step; `log_scale` the micro-batches of a rank that were loaded for it, over those
-    that it ran with samples, in the mean: Megatron's log divides by the first.
+    `args` are those of Megatron's own loop, `num_steps_done` is the count of another loop that may run a step again.
+    `pipeline_shapes` is None where Megatron's stages exchange them. `totals` are those of the newest training step;
+    `log_scale` the micro-batches of a rank that were loaded for it, over those that it ran with samples, in the mean:
+    Megatron's log divides by the first.
     """
 
-    def __init__(self, settings: Settings, *, args: Namespace | None) -> None:
+    def __init__(
+        self, settings: Settings, *, args: Namespace | None, num_steps_done: Callable[[], int] | None = None
+    ) -> None:
         topology, timeout = settings.topology, settings.timeout
-        self.num_done = 0
+        self._num_steps = 0
+        self._num_steps_done = num_steps_done or (lambda: self._num_steps)
         self._args, self._is_sft = args, bool(getattr(args, "sft", False))
         self.last_step: BalancedStep | None = None
         self.in_step = False
@@ -96,7 +100,7 @@ class BalancedForwardBackward:
     def _iteration(self) -> int:
         """The number in the log of the newest step, from 1; under `--skip-train` it is the checkpoint's."""
         if self._args is None:
-            return self.num_done + 1
+            return self._num_steps_done() + 1
         before = getattr(self._args, "curr_iteration", None)
         return self._args.iteration if before is None else before + 1
 
@@ -126,6 +130,7 @@ class BalancedForwardBackward:
                 last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
                 following = None if last else f"iteration {iteration + 1}"
                 losses = self._step(self._training, schedule, arguments, following=following)
+                self._num_steps += 1
                 if self._is_last:
                     _warn_of_means(losses)
                 return losses

@@ -85,8 +85,8 @@ def _evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) -
     from megatron.training import get_args
 
     args: Any = get_args()
-    given = inspect.signature(evaluate).bind(*positional, **keywords).arguments.get("eval_iters")
-    with run.evaluating(args.eval_iters if given is None else given):
+    num_steps = inspect.signature(evaluate).bind(*positional, **keywords).arguments.get("eval_iters")
+    with run.evaluating(args.eval_iters if num_steps is None else num_steps):
         return evaluate(*positional, **keywords)
 
 
@@ -125,9 +125,9 @@ def _mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positi
         num_tokens = states.shape[0] * shards * mixer.cp.cp_size
         seq_idx = getattr(params, "seq_idx", None)
         if seq_idx is None or seq_idx.shape[-1] != num_tokens:
-            found = "none" if seq_idx is None else f"of {seq_idx.shape[-1]} tokens"
+            bounds = "none" if seq_idx is None else f"of {seq_idx.shape[-1]} tokens"
             raise BalanceError(
-                f"PackedSeqParams.seq_idx is {found} for a micro-batch of {num_tokens} tokens: a Mamba layer "
+                f"PackedSeqParams.seq_idx is {bounds} for a micro-batch of {num_tokens} tokens: a Mamba layer "
                 "would pass its state from one sequence to the next. Give PackedSeqParams total_tokens, the tokens "
                 "of the micro-batch over all context-parallel ranks, or make it by mcore.packed_seq_params."
             )
@@ -142,9 +142,9 @@ def _apply_expert_bias(run: Run, apply: Function, router: Any, routing_map: Any,
 
 def _count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask: bool = False, **keywords: Any) -> Any:
     """Count at least one token, and on every rank of `reduce_group` their mean: so parts of a loss weigh the same."""
-    per_expert, own, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
+    per_expert, local, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
     if not with_padding_mask:
-        return per_expert, own, total
+        return per_expert, local, total
     # Whole: Transformer Engine from 2.18 takes no other count in its fused loss (csrc/extensions/router.cpp).
     total = total.round().to(torch.int64).clamp(min=1)
     return per_expert, total / keywords["reduce_group"].size(), total
@@ -153,29 +153,29 @@ def _count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask
 def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any = None, **keywords: Any) -> Any:
     if padding_mask is None:
         return get(*positional, **keywords)
-    input_ids, position_ids, _, *rest = get(*positional, **keywords)
-    return input_ids, position_ids, padding_mask, *rest
+    input_ids, position_ids, _, *embeddings = get(*positional, **keywords)
+    return input_ids, position_ids, padding_mask, *embeddings
 
 
 def _log_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
     """Divide logged sums by the micro-batches that ran: Megatron divides by those that were loaded."""
-    given = inspect.signature(log).bind(*positional, **keywords)
-    given.arguments["loss_scale"] *= run.log_scale
-    return log(*given.args, **given.kwargs)
+    call = inspect.signature(log).bind(*positional, **keywords)
+    call.arguments["loss_scale"] *= run.log_scale
+    return log(*call.args, **call.kwargs)
 
 
 def _log_prediction_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
     """Megatron's dev branch divides sums over tokens by tokens, whatever micro-batches ran."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    of_tokens = "loss_sums" in MTPLossLoggingHelper.tracker
-    return log(*positional, **keywords) if of_tokens else _log_losses(run, log, *positional, **keywords)
+    divides_by_tokens = "loss_sums" in MTPLossLoggingHelper.tracker
+    return log(*positional, **keywords) if divides_by_tokens else _log_losses(run, log, *positional, **keywords)
 
 
-def _record(run: Run, record: Function, tracker: Any, name: str, value: Any, *rest: Any, **groups: Any) -> Any:
+def _record(run: Run, record: Function, tracker: Any, name: str, value: Any, *positional: Any, **groups: Any) -> Any:
     if run.context is not None:
         value, groups = run.context.recorded(value, groups)
-    return record(tracker, name, value, *rest, **groups)
+    return record(tracker, name, value, *positional, **groups)
 
 
 def _count_lengths(run: Run, consume: Function) -> Any:

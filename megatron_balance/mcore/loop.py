@@ -1,8 +1,4 @@
-"""Balanced steps for a training loop of one's own, on `megatron.core` alone; nothing of `megatron.training` is needed.
-
-Rules ask for Megatron's options by name: a TransformerConfig has many of them under the same names, and the others
-follow from the modules and the parallel state.
-"""
+"""Balanced steps for a hand-written training loop, on `megatron.core` alone: it needs no `megatron.training`."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from megatron_balance.model.shape import ModelShape
 
 Schedule = Callable[..., Any]
 
-_OWN_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-cost", "flops")
+_FLAGS = ("--use-dynamic-batch-size", "--balance-data", "--balance-cost", "flops")
 
 
 def balanced_schedule(
@@ -97,10 +93,7 @@ class BalancedSchedule:
     def __call__(self, **arguments: Any) -> Any:
         """Run one step, or an evaluation (`forward_only`). Arguments and result are those of Megatron's schedule."""
         run_of(self, lambda: self._run)  # for hooks
-        result = self._run(self._schedule, **arguments)
-        if not arguments.get("forward_only"):
-            self._run.num_done += 1
-        return result
+        return self._run(self._schedule, **arguments)
 
 
 def run_of_model(
@@ -110,11 +103,12 @@ def run_of_model(
     cost: CostModel | ModelShape | None,
     eval_iters: int = 0,
     lora_rank: int = 0,
-    **known: Any,
+    num_steps_done: Callable[[], int] | None = None,
+    **options: Any,
 ) -> BalancedForwardBackward | None:
     """The balanced run of a loop that parses no Megatron arguments, or None where it stays stock.
 
-    Without `eval_iters` forward-only calls stay Megatron's own; `known` are further options by Megatron's names.
+    Without `eval_iters` forward-only calls stay Megatron's own; `options` are further ones by Megatron's names.
     """
     if is_off("Megatron Core"):
         return None
@@ -126,9 +120,9 @@ def run_of_model(
             "Megatron's parallel state is not initialized: call parallel_state.initialize_model_parallel() first."
         )
     chunks = model if isinstance(model, list) else [model]
-    config: Any = get_model_config(chunks[0])
-    inner: Any = unwrap_model(chunks[0])
-    parsed, _ = parse_flags([*_OWN_FLAGS, *flags])
+    config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
+    parsed, _ = parse_flags([*_FLAGS, *flags])
+    vocab_size = getattr(inner, "vocab_size", None)
     if parsed.balance_evaluation and not eval_iters:
         raise BalanceError(
             "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
@@ -139,47 +133,56 @@ def run_of_model(
             f"{type(inner).__name__} has an encoder beside its language model, and this package packs no images into "
             "its forward step: train it without balancing."
         )
-    vocab_size = getattr(inner, "vocab_size", None)
     if parsed.balance_cost == "flops" and cost is None and vocab_size is None:
         raise BalanceError(
             f"{type(inner).__name__} has no vocab_size, so that its FLOPs are not known: give cost (a ModelShape or a "
             "CostModel), or the flag --balance-cost tokens."
         )
-    pattern = getattr(inner, "hybrid_layer_pattern", None) or getattr(inner, "hybrid_override_pattern", None)
-    engine = any("transformer_engine" in type(module).__module__ for module in inner.modules())
-    stock_attention = any(type(module).__name__ == "DotProductAttention" for module in inner.modules())
-    sizes = ("data", "context", "tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-    options = ChainMap(
-        vars(parsed),
-        {  # A configuration may leave sizes at 1: layers ask the parallel state.
-            f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in sizes
-        },
-        {
-            "virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None,
-            "num_experts": config.num_moe_experts or 0,
-            "create_attention_mask_in_dataloader": False,  # dev's configuration sets it
-            "eval_iters": eval_iters,
-            "transformer_impl": "transformer_engine" if engine else "local",
-            # Megatron's local attention takes no packed sequences; another one comes from a spec of the loop's own.
-            "spec": None if stock_attention and not engine else "the model's",
-            "use_megatron_fsdp": type(chunks[0]).__name__ == "FullyShardedDataParallel",
-            "use_torch_fsdp2": type(chunks[0]).__name__ == "TorchFullyShardedDataParallel",
-            "hybrid_layer_pattern": pattern,
-            "position_embedding_type": getattr(inner, "position_embedding_type", None),
-            "seq_length": getattr(inner, "max_sequence_length", 0),
-            **known,
-        },
-        vars(config),
-    )
-    fill_in(parsed, options=options)
+    options = {"eval_iters": eval_iters, **options}
+    all_options = ChainMap(vars(parsed), options, _options_of_modules(chunks), vars(config))
+    fill_in(parsed, options=all_options)
 
     def shape() -> ModelShape:
         if isinstance(cost, ModelShape):
             return cost
-        read = ModelShape.from_transformer_config(
-            config, padded_vocab_size=vocab_size or 0, hybrid_layer_pattern=pattern or ""
+        pattern = all_options["hybrid_layer_pattern"] or ""
+        read_shape = ModelShape.from_transformer_config
+        return replace(
+            read_shape(config, padded_vocab_size=vocab_size or 0, hybrid_layer_pattern=pattern), lora_rank=lora_rank
         )
-        return replace(read, lora_rank=lora_rank)
 
-    given = cost if isinstance(cost, CostModel) else None
-    return build_run(options, shape=shape, hooks=core_hooks, cost=given)
+    return build_run(
+        all_options,
+        shape=shape,
+        hooks=core_hooks,
+        cost=cost if isinstance(cost, CostModel) else None,
+        num_steps_done=num_steps_done,
+    )
+
+
+def _options_of_modules(chunks: Sequence[Any]) -> dict[str, Any]:
+    """Megatron's options that are not in a TransformerConfig, as the modules and the parallel state have them."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    inner: Any = unwrap_model(chunks[0])
+    kinds = ("data", "context", "tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    # A configuration may leave sizes at 1: layers ask the parallel state.
+    sizes = {f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in kinds}
+    wrapper, modules = type(chunks[0]).__name__, [*map(type, inner.modules())]
+    layers = "transformer_engine" if any("transformer_engine" in module.__module__ for module in modules) else None
+    if layers is None and any(module.__name__ == "DotProductAttention" for module in modules):
+        layers = "local"
+    return {
+        **sizes,
+        "virtual_pipeline_model_parallel_size": len(chunks) if len(chunks) > 1 else None,
+        "num_experts": get_model_config(chunks[0]).num_moe_experts or 0,
+        "create_attention_mask_in_dataloader": False,  # of scripts; dev's configuration sets it
+        "transformer_impl": layers,
+        "use_megatron_fsdp": wrapper == "FullyShardedDataParallel",
+        "use_torch_fsdp2": wrapper == "TorchFullyShardedDataParallel",
+        "hybrid_layer_pattern": getattr(inner, "hybrid_layer_pattern", None)
+        or getattr(inner, "hybrid_override_pattern", None),
+        "position_embedding_type": getattr(inner, "position_embedding_type", None),
+        "seq_length": getattr(inner, "max_sequence_length", 0),
+    }

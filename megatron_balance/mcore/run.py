@@ -27,11 +27,11 @@ from megatron_balance.version import build_version
 PACKAGES = ("megatron-core", "torch", "numpy")
 """Packages whose other versions might plan or compute differently."""
 
-OUR_FLAGS = ("balance", "use_dynamic_batch_size", "max_tokens_per_gpu")
-"""Beginnings of their names."""
+FLAG_PREFIXES = ("balance", "use_dynamic_batch_size", "max_tokens_per_gpu")
+"""Beginnings of the names of balance flags."""
 
-OUR_FILES = ("balance_record", "balance_cost")
-"""Flags by which ranks may name files differently; what costs say is in the cost model."""
+FILES = ("balance_record", "balance_cost")
+"""Flags by which ranks may name files differently; costs are compared as a cost model."""
 
 MEGATRON_SETTINGS = (
     *("train_iters", "global_batch_size", "rampup_batch_size", "micro_batch_size", "seq_length", "seed"),
@@ -81,11 +81,12 @@ def build_run(
     hooks: Callable[[Options], Sequence[Hook]],
     cost: CostModel | None = None,
     args: Namespace | None = None,
+    num_steps_done: Callable[[], int] | None = None,
 ) -> BalancedForwardBackward | None:
     """The balanced run of any loop, or None where it stays stock; every rank of the world calls it.
 
-    Options, `shape` and `cost` are as for `settings_of`; `hooks` are those that a run with some options needs, `args`
-    those of Megatron's own loop.
+    Options, `shape` and `cost` are as for `settings_of`, `args` and `num_steps_done` as for `BalancedForwardBackward`;
+    `hooks` are those that a run with some options needs.
 
     Raises:
         BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
@@ -107,10 +108,10 @@ def build_run(
     meeting = meeting_of_world(timeout=timeout_of(options))
     if meeting is not None:
         # A stock run sends only that it is stock.
-        said = {"balancing": "off (no balance flag)"}
+        announcement = {"balancing": "off (no balance flag)"}
         if settings is not None:
-            said = _compared(settings, options=options)
-        agree(said, meeting=meeting, topic="balance flags and versions", problem=problem)
+            announcement = _announcement(settings, options=options)
+        agree(announcement, meeting=meeting, topic="balance flags and versions", problem=problem)
     if problem is not None:
         raise BalanceError(problem)
     if settings is None:
@@ -118,16 +119,19 @@ def build_run(
     start_log()
     for line in settings.log_lines:
         say(line)
-    return BalancedForwardBackward(settings, args=args)
+    return BalancedForwardBackward(settings, args=args, num_steps_done=num_steps_done)
 
 
-def _compared(settings: Settings, *, options: Options) -> dict[str, str]:
+def _announcement(settings: Settings, *, options: Options) -> dict[str, str]:
     """Everything that must be equal on all ranks, by name."""
-    said = {"balancing": "on", "version of megatron_balance": build_version()}
-    said |= {f"version of {name}": str(version_of(name)) for name in PACKAGES}
-    said |= {
-        name: str(value) for name, value in options.items() if name.startswith(OUR_FLAGS) and name not in OUR_FILES
+    flags = {name: value for name, value in options.items() if name.startswith(FLAG_PREFIXES) and name not in FILES}
+    return {
+        "balancing": "on",
+        "version of megatron_balance": build_version(),
+        **{f"version of {name}": str(version_of(name)) for name in PACKAGES},
+        **{name: str(value) for name, value in flags.items()},
+        **{name: str(options.get(name)) for name in MEGATRON_SETTINGS},
+        "balanced evaluation": str(settings.eval_limits is not None),
+        "topology": str(settings.topology),
+        "cost model": str(settings.costs.model),
     }
-    said |= {name: str(options.get(name)) for name in MEGATRON_SETTINGS}
-    said["balanced evaluation"] = str(settings.eval_limits is not None)
-    return said | {"topology": str(settings.topology), "cost model": str(settings.costs.model)}

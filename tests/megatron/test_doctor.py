@@ -18,6 +18,7 @@ from megatron_balance import hooking
 from megatron_balance.cli import main
 from megatron_balance.mcore import doctor as checks
 from megatron_balance.mcore import hooks
+from megatron_balance.runtime.cluster import HostInfo
 from megatron_balance.runtime.process import SPARE_FILES
 
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
@@ -192,7 +193,7 @@ def on_two_ranks(*, environment: dict[str, str]) -> tuple[int, list[str], str]:
 
 
 @pytest.mark.parametrize(
-    ("place", "several_hosts", "says"),
+    ("info", "several_hosts", "message"),
     [
         (("a", "", "10.0.0.1", "eth0", "eth0"), True, ""),
         (("a", "", "127.0.1.1", "lo", "eth0"), False, ""),
@@ -205,10 +206,10 @@ def on_two_ranks(*, environment: dict[str, str]) -> tuple[int, list[str], str]:
         ),
     ],
 )
-def test_a_host_that_others_do_not_reach_is_named(place: tuple[str, ...], several_hosts: bool, says: str) -> None:
-    problem = checks._Place(*place).problem(several_hosts=several_hosts)
-    assert problem.startswith(says)
-    assert bool(problem) == bool(says)
+def test_a_host_that_others_do_not_reach_is_named(info: tuple[str, ...], several_hosts: bool, message: str) -> None:
+    problem = HostInfo(*info).problem(several_hosts=several_hosts)
+    assert problem.startswith(message)
+    assert bool(problem) == bool(message)
 
 
 def doctor_here(folder: str) -> None:

@@ -142,7 +142,7 @@ def watched_steps(*, folder: str) -> list[dict[str, float]]:
         if step == 1:
             run(items, forward_only=True)
         if step == 3:
-            run.ours._run.num_done -= 1  # Megatron's own loop counts no step twice
+            run.ours._run._num_steps -= 1  # Megatron's own loop counts no step twice
             run(items)
         figures.append(dict(run.ours.last_step.figures))
     run.ours.undo()
