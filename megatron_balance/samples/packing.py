@@ -100,16 +100,16 @@ def pack_microbatch(
         elif key.kind == "per_token":
             padding = torch.zeros(sum(num_pads), *key.shape, dtype=key.dtype, device=device)
             if key.name == "position_ids" and has_padding:
-                of_padding = positions[padding_mask(samples.lengths, **sizes)]
-                padding += torch.from_numpy(of_padding).to(device).view(-1, *(1 for _ in key.shape))
-            *behind, filler = padding.split(num_pads)
-            packed = torch.cat([*chain(*zip(column, behind, strict=True)), filler] if has_padding else [*column])
-            several = key.name == "position_ids" and packed.dim() == 3  # dimensions: `[t, 1, d]` or `[t, d, 1]`
-            batch[key.name] = packed.movedim(0, -1) if several else packed.unsqueeze(0)
+                padding_positions = positions[padding_mask(samples.lengths, **sizes)]
+                padding += torch.from_numpy(padding_positions).to(device).view(-1, *(1 for _ in key.shape))
+            *tails, filler = padding.split(num_pads)
+            values = torch.cat([*chain(*zip(column, tails, strict=True)), filler] if has_padding else [*column])
+            several = key.name == "position_ids" and values.dim() == 3  # dimensions: `[t, 1, d]` or `[t, d, 1]`
+            batch[key.name] = values.movedim(0, -1) if several else values.unsqueeze(0)
         elif key.kind == "ragged":
-            none = torch.empty(0, *key.shape, dtype=key.dtype, device=device)
-            batch[key.name] = torch.cat([*column] or [none])
-            batch[lengths_key(key.name)] = torch.tensor([*map(len, column or [none])], device=device)
+            column = column or [torch.empty(0, *key.shape, dtype=key.dtype, device=device)]
+            batch[key.name] = torch.cat([*column])
+            batch[lengths_key(key.name)] = torch.tensor([*map(len, column)], device=device)
         else:
             batch[key.name] = torch.stack([*column] or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
     return batch
@@ -137,12 +137,12 @@ def sequence_starts(
     """`cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen` of a pack of sequences; none for a dummy."""
     real = np.asarray(lengths, dtype=np.int64).reshape(-1)
     widths = -(-real // token_multiple) * token_multiple
-    least = int(widths.sum()) or token_multiple
-    num_tokens = least if num_tokens is None else num_tokens
-    if num_tokens < least or num_tokens % token_multiple:
+    min_tokens = int(widths.sum()) or token_multiple
+    num_tokens = min_tokens if num_tokens is None else num_tokens
+    if num_tokens < min_tokens or num_tokens % token_multiple:
         raise BalanceError(
             f"num_tokens is {num_tokens}: it must be a multiple of {token_multiple}, as sequences are padded, and at "
-            f"least {least}, which the pack holds."
+            f"least {min_tokens}, which the pack holds."
         )
     missing = num_tokens - int(widths.sum())
     longest = -(-max(FILLER_TOKENS, -(-missing // MAX_FILLERS)) // token_multiple) * token_multiple
@@ -153,12 +153,10 @@ def sequence_starts(
     max_seqlen, num_empty = int(widths.max()), 0
     if few_shapes:
         max_seqlen, num_empty = _few_longest(max_seqlen, num_tokens), _few_counts(len(widths)) - len(widths)
-    batch = {
-        name: torch.from_numpy(np.append(np.zeros(num_empty + 1), np.cumsum(of_sequences))).to(device, torch.int32)[
-            None
-        ]
-        for name, of_sequences in (("cu_seqlens", real), ("cu_seqlens_padded", widths))[: 1 if cp_size == 1 else 2]
-    }
+    batch: dict[str, Tensor] = {}
+    for name, sizes in (("cu_seqlens", real), ("cu_seqlens_padded", widths))[: 1 if cp_size == 1 else 2]:
+        starts = np.append(np.zeros(num_empty + 1), np.cumsum(sizes))
+        batch[name] = torch.from_numpy(starts).to(device, torch.int32).unsqueeze(0)
     return batch | {"max_seqlen": torch.tensor([max_seqlen], dtype=torch.int32, device=device)}
 
 
@@ -186,9 +184,9 @@ def padding_mask(
     of the micro-batch's samples, without empty ones, none for a dummy; `num_tokens` counts padding.
     """
     real = np.asarray(lengths, dtype=np.int64).reshape(-1, 1)
-    num_chunks, mine = (1, [0]) if cp_size == 1 else (2 * cp_size, [cp_rank, 2 * cp_size - 1 - cp_rank])
+    num_chunks, chunks = (1, [0]) if cp_size == 1 else (2 * cp_size, [cp_rank, 2 * cp_size - 1 - cp_rank])
     chunk = -(-real // token_multiple) * token_multiple // num_chunks
-    real_of_chunk = np.clip(real - chunk * np.array(mine), 0, chunk)  # [num_sequences, chunks of this rank]
+    real_of_chunk = np.clip(real - chunk * np.array(chunks), 0, chunk)  # [num_sequences, chunks of this rank]
     runs = np.stack([real_of_chunk, chunk - real_of_chunk], axis=-1).ravel()
     filler = num_tokens // cp_size - int(runs.sum())
     assert filler >= 0, f"{len(real)} sequences need {int(runs.sum()) * cp_size} tokens, and there are {num_tokens}"

@@ -144,9 +144,9 @@ class SampleSchema:
         Raises:
             BalanceError: two of them differ; the message names the key.
         """
-        known = ((index, schema) for index, schema in enumerate(schemas) if schema is not None)
-        first, shared = next(known, (0, None))
-        for index, schema in known:
+        numbered = ((index, schema) for index, schema in enumerate(schemas) if schema is not None)
+        first, shared = next(numbered, (0, None))
+        for index, schema in numbered:
             if shared is not None and schema != shared:
                 difference = "; ".join(schema.differences(shared))
                 raise BalanceError(
@@ -154,13 +154,13 @@ class SampleSchema:
                 )
         return shared
 
-    def differences(self, other: SampleSchema) -> Iterator[str]:
-        """Differences of this schema from `other`, a phrase for each key."""
-        ours, theirs = ({key.name: key for key in schema.keys} for schema in (self, other))
-        for name in sorted(ours.keys() | theirs.keys()):
-            here, there = ours.get(name), theirs.get(name)
-            if here != there:
-                yield f"{name!r} is {here or 'missing'} where the other has {there or 'no such key'}"
+    def differences(self, reference: SampleSchema) -> Iterator[str]:
+        """Differences of this schema from a reference, a phrase for each key."""
+        keys, reference_keys = ({key.name: key for key in schema.keys} for schema in (self, reference))
+        for name in sorted(keys.keys() | reference_keys.keys()):
+            if keys.get(name) != reference_keys.get(name):
+                expected = reference_keys.get(name, "no such key")
+                yield f"{name!r} is {keys.get(name, 'missing')} where the other has {expected}"
 
     def to_text(self) -> str:
         """JSON, so that a peer's text is read and never executed."""

@@ -159,8 +159,8 @@ def _segments(tensors: Mapping[str, Tensor]) -> tuple[Ints, Ints, Ints]:
             f"cu_seqlens_padded has shape {list(padded.shape)} and cu_seqlens {list(real.shape)}: they must be equal."
         )
     # Loaders fill rows up to one entry a token: behind the last value that differs from a row's last one is nothing.
-    width = 2 + max(int((of_rows != of_rows[:, -1:]).sum(1).max(initial=0)) for of_rows in (real, padded))
-    real, padded = (of_rows[:, :width].astype(np.int64) for of_rows in (real, padded))
+    width = 2 + max(int((bounds != bounds[:, -1:]).sum(1).max(initial=0)) for bounds in (real, padded))
+    real, padded = (bounds[:, :width].astype(np.int64) for bounds in (real, padded))
     starts, lengths, room = padded[:, :-1], np.diff(real), np.diff(padded)
     # No room: the right padding of cu_seqlens_padded, whatever cu_seqlens itself is padded with.
     present = (lengths > 0) & (room > 0)
@@ -180,13 +180,13 @@ def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> NDArray[Any
     starts: NDArray[Any] = tensors[name].numpy()
     if starts.ndim != 2 or len(starts) != num_rows or starts.shape[1] == 0:
         raise BalanceError(f"{name} has shape {list(starts.shape)}: it must be [{num_rows}, num_sequences + 1].")
-    for what, wrong in {
+    for fault, wrong in {
         "begins elsewhere than at 0": starts[:, :1] != 0,
         "falls somewhere": starts[:, 1:] < starts[:, :-1],
         f"ends past the row's {num_tokens} tokens": starts[:, -1:] > num_tokens,
     }.items():
         if (row := _first_row(wrong)) is not None:
-            raise BalanceError(f"Row {row}: {name} {what}: it is {starts[row].tolist()}.")
+            raise BalanceError(f"Row {row}: {name} {fault}: it is {starts[row].tolist()}.")
     return starts
 
 
@@ -203,8 +203,8 @@ def _without_tails(tokens: NDArray[Any], has_loss: NDArray[np.bool_], *, starts:
 def _check_loss_kept(has_loss: NDArray[np.bool_], *, starts: Ints, stops: Ints, row_tokens: int) -> None:
     """No token with a loss lies outside every sequence, where it would be lost."""
     gaps = zip([0, *stops.tolist()], [*starts.tolist(), has_loss.size], strict=True)
-    lost = [start + has_loss[start:stop].nonzero()[0] for start, stop in gaps if start < stop]
-    if (rows := np.concatenate([[], *lost]) // max(row_tokens, 1)).size:
+    stray = [start + has_loss[start:stop].nonzero()[0] for start, stop in gaps if start < stop]
+    if (rows := np.concatenate([[], *stray]) // max(row_tokens, 1)).size:
         raise BalanceError(
             f"Row {int(rows[0])}: {int((rows == rows[0]).sum())} tokens with loss_mask lie outside every sequence of "
             "cu_seqlens: they are lost."
@@ -227,10 +227,10 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
     """
     batch = {name: value for name, value in batch.items() if value is not None}
     for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
-        of_keys = name.replace("_q", "_kv")
-        if name in batch and of_keys in batch and not torch.equal(batch[of_keys], batch[name]):
+        key_name = name.replace("_q", "_kv")
+        if name in batch and key_name in batch and not torch.equal(batch[key_name], batch[name]):
             raise BalanceError(
-                f"{name} and {of_keys} differ: sequences that attend to other sequences are not moved between ranks; "
+                f"{name} and {key_name} differ: sequences that attend to other sequences are not moved between ranks; "
                 "train without balancing."
             )
     if "cu_seqlens_q" in batch:
@@ -242,9 +242,9 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
     else:
         return batch
     batch = {name: value for name, value in batch.items() if name not in _BRIDGE_KEYS}
-    for name, of_rows in starts.items():
-        if of_rows is not None:
-            rows = of_rows.view(-1, of_rows.shape[-1])
+    for name, bounds in starts.items():
+        if bounds is not None:
+            rows = bounds.view(-1, bounds.shape[-1])
             batch[name] = torch.where(rows < 0, rows.amax(1, keepdim=True), rows)  # each row's last value fills it up
     return batch
 
@@ -312,8 +312,7 @@ def _check_causal(mask: Tensor, *, lengths: Tensor) -> None:
     longest = int(lengths.max())
     later = torch.ones(longest, longest, dtype=torch.bool, device=mask.device).triu(1)
     for row, length in enumerate(lengths.tolist()):
-        seen = mask[row % len(mask), 0, :length, :length].bool()
-        if not torch.equal(seen, later[:length, :length]):
+        if not torch.equal(mask[row % len(mask), 0, :length, :length].bool(), later[:length, :length]):
             raise BalanceError(
                 f"Row {row}: attention_mask is not causal over its real tokens (documents kept apart by the mask, or a "
                 "prefix that sees itself): give packed rows with cu_seqlens, or drop --balance-unpad and the balance "
