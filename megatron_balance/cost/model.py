@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.cost.stages import STAGE_BITS, StageCosts
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.flops import (
     Chunk,
@@ -42,58 +43,6 @@ With FLOPs alone micro-batches are free, and a plan uses more than needed: with 
 
 MAX_TOTAL_COST = 2**62
 """Sums of costs stay below this, so that adding a few of them never exceeds int64."""
-
-
-STAGE_BITS = 10
-"""Costs by kind of chunk are in units of 2**-10, so that 1.55 times a cost of one a token is told from 2."""
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """The chunks of the stages of a pipeline, where they do not cost the same.
-
-    Attributes:
-        kinds: `[pp_size][vpp_size]` the kind of each chunk.
-        costs: `[num_kinds]` what a chunk of this kind costs; only the proportions count, of each coefficient by itself.
-
-    Raises:
-        BalanceError: the table is no table, or names a kind that has no cost.
-    """
-
-    kinds: tuple[tuple[int, ...], ...]
-    costs: tuple[CostModel, ...]
-
-    def __post_init__(self) -> None:
-        if len({len(stage) for stage in self.kinds}) != 1 or set().union(*self.kinds) != set(range(len(self.costs))):
-            raise BalanceError(
-                f"StageCosts.kinds is {self.kinds} for {len(self.costs)} costs: it must have as many chunks on every "
-                "stage, and every kind must occur."
-            )
-
-    def kinds_of(self, whole: CostModel) -> tuple[CostModel, ...]:
-        """For each kind what `whole` would cost if all its chunks were of this kind, in units of 2**-STAGE_BITS."""
-        chunks = [self.costs[kind] for stage in self.kinds for kind in stage]
-
-        def part(value: int, share: int, total: int) -> int:
-            scaled = value << STAGE_BITS  # half a unit is rounded up
-            return (2 * scaled * len(chunks) * share + total) // (2 * total) if total else scaled
-
-        result: list[CostModel] = []
-        for kind in self.costs:
-            terms = {
-                name: part(value, getattr(kind, name), sum(getattr(chunk, name) for chunk in chunks))
-                for name, value in whole.coefficients().items()
-            }
-            cores = [dict(chunk.windows) for chunk in chunks]
-            windows = tuple(
-                (window, part(cost, dict(kind.windows).get(window, 0), sum(core.get(window, 0) for core in cores)))
-                for window, cost in whole.windows
-            )
-            is_free = not any((*terms.values(), *(cost for _, cost in windows)))
-            if is_free:
-                terms["per_microbatch"] = 1
-            result.append(replace(whole, **terms, windows=windows, stages=None))
-        return tuple(result)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ more for each depth of multi-token prediction, is on the last one.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise, product
+from typing import TYPE_CHECKING, Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.flops import Chunk
@@ -52,6 +54,55 @@ class PipelineLayout:
         chunks = pp_size * vpp_size
         return cls(pp_size, tuple(num_layers // chunks + (chunk < num_layers % chunks) for chunk in range(chunks)))
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], *, shape: ModelShape) -> PipelineLayout | None:
+        """The layout that Megatron's validated options choose; None for one stage, or a split that Megatron refuses.
+
+        Args:
+            options: arguments by name (`--pipeline-model-parallel-layout`, `--decoder-first-pipeline-num-layers`,
+                `--account-for-loss-in-pipeline-split` …), or the fields of a TransformerConfig.
+            shape: the model. `|` in its hybrid pattern separates chunks.
+        """
+        stages = options.get("pipeline_model_parallel_size") or 1
+        num_chunks = stages * (options.get("virtual_pipeline_model_parallel_size") or 1)
+        layout, pattern = options.get("pipeline_model_parallel_layout"), shape.hybrid_layer_pattern.split("/")[0]
+        mtp_chunk = -1
+        if layout:
+            layout = getattr(layout, "input_data", layout)  # a TransformerConfig has parsed it
+            rows = _expand(layout).split("|") if isinstance(layout, str) else layout
+            names = [[str(getattr(layer, "name", layer)) for layer in row] for row in rows]
+            num_layers = [row.count("t") + row.count("decoder") for row in names]
+            mtp_chunk = next((chunk for chunk, row in enumerate(names) if {"m", "mtp"} & {*row}), -1)
+        elif "|" in pattern:
+            num_layers = [len(segment) for segment in pattern.split("|")]
+        else:
+            num_layers = _split(options, shape.num_layers, stages=stages, num_chunks=num_chunks)
+        if stages == 1 or len(num_layers) != num_chunks or sum(num_layers) != shape.num_layers or min(num_layers) < 0:
+            return None
+        return cls(stages, tuple(num_layers), mtp_chunk)
+
+    def alternatives(self, shape: ModelShape) -> dict[str, PipelineLayout]:
+        """Other splits of the layers that Megatron takes for this model, by the flags to set."""
+        stages, layers, vpp_size = self.pp_size, shape.num_layers, len(self.num_layers) // self.pp_size
+        if "|" in shape.hybrid_layer_pattern:  # its separators are the layout
+            return {}
+        result: dict[str, PipelineLayout] = {}
+        ends = range(0, 2 * layers // stages + 1, vpp_size)
+        for first, last in product(ends, ends[1:]):
+            middle, left = stages - 1 - (first > 0), layers - first - last
+            if middle and left > 0 and left % (middle * vpp_size) == 0:
+                counts = (first or left // middle, *[left // middle] * (stages - 2), last)
+                flags = f"--decoder-first-pipeline-num-layers {first} " if first else ""
+                flags += f"--decoder-last-pipeline-num-layers {last}"
+                flags += f" --num-virtual-stages-per-pipeline-rank {vpp_size}" if vpp_size > 1 else ""
+                result[flags] = PipelineLayout(stages, tuple(count // vpp_size for count in counts) * vpp_size)
+        for last in range(0 if shape.hybrid_layer_pattern else layers // len(self.num_layers) + 1):
+            counts = PipelineLayout.even_split(layers - last, pp_size=len(self.num_layers) - 1).num_layers
+            text = f"E{'|'.join(f't*{count}' for count in counts)}|t*{last}{'m' * shape.mtp_num_layers}L"
+            layout = PipelineLayout(stages, (*counts, last))
+            result[f"--pipeline-model-parallel-layout '{text.replace('t*0', '')}'"] = layout
+        return result
+
     def chunks(self, shape: ModelShape) -> list[Chunk]:
         """What each chunk runs; the layers must be those of the model."""
         if sum(self.num_layers) != shape.num_layers:
@@ -71,3 +122,30 @@ class PipelineLayout:
                 )
             )
         return result
+
+
+def _expand(layout: str) -> str:
+    """The string of `--pipeline-model-parallel-layout` with its repetitions, `x*n` and `(xy)*n`, written out."""
+    layout, before = layout.replace(",", ""), ""
+    while layout != before:
+        before = layout
+        layout = re.sub(r"(?:\(([^()]*)\)|(.))\*(\d+)", lambda part: (part[1] or part[2]) * int(part[3]), layout)
+    return layout
+
+
+def _split(options: Mapping[str, Any], num_layers: int, *, stages: int, num_chunks: int) -> list[int]:
+    """Layers of each chunk where counts decide: those of the first and the last stage, and ends that count as one."""
+
+    def get(*names: str) -> Any:
+        return next((options[name] for name in names if options.get(name)), 0)
+
+    first = get("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage")
+    last = get("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
+    embedding, loss = (bool(get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss"))
+    middle = max(stages - bool(first) - bool(last), 1)
+    each = (num_layers + embedding + loss - first - last) // middle
+    result = [count * stages // num_chunks for count in (first or each, *[each] * (stages - 2), last or each)]
+    result *= num_chunks // stages
+    result[0] -= embedding
+    result[-1] -= loss
+    return result
