@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float | None]]:
 
 @contextlib.contextmanager
 def _planned(balanced: bool) -> Iterator[None]:
-    adapter = install(MODEL) if balanced else None
+    adapter = install(model=MODEL) if balanced else None
     try:
         yield
     finally:

@@ -13,17 +13,15 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections import Counter
 from typing import Any
 
 from megatron_balance.adapters.kit import Hook, Installation, check_not_started, launch
-from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule
+from megatron_balance.adapters.slime import SlimeOptions, schedule_hook
 from megatron_balance.cost.rates import Model
 
 _CONVERSION = "miles.ray.rollout.train_data_conversion"
 _MANAGER = "miles.ray.rollout.rollout_manager"
 _REMEDY = "check out the commit of docs/adapters.md from github.com/radixark/miles, or train without balancing"
-_UNTIL = "miles takes a schedule function by path, as it takes others"
 
 driver: Installation[SlimeOptions] = Installation("miles", versions=("0.1",), remedy=_REMEDY)
 """The hook of the driver."""
@@ -46,36 +44,22 @@ def install(
     return driver.install(options, lambda: _hooks_of_driver(options))
 
 
-def _hooks_of_driver(options: SlimeOptions) -> tuple[Hook, ...]:
+def _hooks_of_driver(options: SlimeOptions) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(_MANAGER), "RolloutManager", None))
-    row = Hook(  # bound by the actor's class alone: in its home the function stays miles's
+    hook = Hook(  # bound by the actor's class alone: in its home the function stays miles's
         target=f"{_CONVERSION}:split_train_data_by_dp",
         bound_in=(_MANAGER,),
         parameters=("args", "data", "train_parallel_config"),
         wrap=lambda _: functools.partial(_split, options),
         reason="the function that the actor's class has bound, which reaches the actor with it",
-        until=_UNTIL,
     )
-    return (row,)
+    return [hook]
 
 
 def _split(options: SlimeOptions, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:
     """Hooks the schedule in this process, the actor's, then calls miles's function, which asks for it."""
-    actor.install(options, lambda: _hooks_of_actor(options))
+    actor.install(options, lambda: [schedule_hook(options, "miles.utils.dp_schedule", user=_CONVERSION)])
     return importlib.import_module(_CONVERSION).split_train_data_by_dp(args, data, train_parallel_config)
-
-
-def _hooks_of_actor(options: SlimeOptions) -> tuple[Hook, ...]:
-    return (
-        Hook(
-            target="miles.utils.dp_schedule:build_dp_schedule",
-            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
-            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
-            reason="it tells which rank runs which samples in which micro-batch",
-            until=_UNTIL,
-            bound_in=("miles.utils.dp_schedule", _CONVERSION),
-        ),
-    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def install(
         parameters=("bin_capacity", "min_bin_count", "bin_count_multiple"),
         wrap=lambda stock: functools.partial(_get_packer, stock, settings),
         reason="shard_by_batch_size asks it for the bins of a global batch, of which rank r of n gets every n-th",
-        until="NeMo-RL takes a packer by path",
     )
     return installation.install(settings, lambda: [hook])
 

@@ -80,8 +80,8 @@ class SlimeOptions:
         model = self.model
         if model is None and self.cost in (None, "flops"):
             spec = getattr(args, "spec", None) or [""]
-            of_checkpoint = spec[0] in SPECS_DESCRIBED_BY_CHECKPOINT
-            model = args.hf_checkpoint if of_checkpoint else ModelShape.from_megatron_args(args)
+            is_described = spec[0] in SPECS_DESCRIBED_BY_CHECKPOINT
+            model = args.hf_checkpoint if is_described else ModelShape.from_megatron_args(args)
         return resolve_cost(self.cost, model=model, ep_size=_size(args, "expert_model_parallel_size"))
 
 
@@ -112,17 +112,19 @@ def install(
     return installation.install(options, lambda: _hooks(options))
 
 
-def _hooks(options: SlimeOptions) -> tuple[Hook, ...]:
+def _hooks(options: SlimeOptions) -> list[Hook]:
     check_not_started(getattr(sys.modules.get("slime.ray.rollout"), "RolloutManager", None))
-    return (
-        Hook(
-            target="slime.utils.dp_schedule:build_dp_schedule",
-            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
-            bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
-            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
-            reason="RolloutManager asks it which rank runs which samples in which micro-batch",
-            until="slime takes a schedule function by path, as it takes others",
-        ),
+    return [schedule_hook(options, "slime.utils.dp_schedule", user="slime.ray.rollout")]
+
+
+def schedule_hook(options: SlimeOptions, module: str, *, user: str) -> Hook:
+    """The hook of `build_dp_schedule` in its module and in its user's."""
+    return Hook(
+        target=f"{module}:build_dp_schedule",
+        parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
+        bound_in=(module, user),
+        wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
+        reason="RolloutManager asks it which rank runs which samples in which micro-batch",
     )
 
 
@@ -182,20 +184,20 @@ def balanced_dp_schedule(
 def _stock_step(build: Function, schedule: DataSchedule, counts: Counter[str]) -> list[list[list[int]]]:
     """For every rank, for every micro-batch, samples of a step by the trainer's own function, logged and counted."""
     counts["stock"] += 1
-    few = f"{schedule.lengths.size} samples for {schedule.num_microbatches} micro-batches on each rank"
+    size = f"{schedule.lengths.size} samples for {schedule.num_microbatches} micro-batches on each rank"
     try:
         partitions, indices, _, _ = build(schedule.lengths.tolist())
     except AssertionError as error:
         raise BalanceError(
-            f"a step has {few}, and it fails without balancing too ({error}): change "
+            f"a step has {size}, and it fails without balancing too ({error}): change "
             "--global-batch-size or the samples of a rollout, or raise --max-tokens-per-gpu."
         ) from error
     # Once as a warning: with rollouts of any number of samples it may be every second step.
     level = logging.WARNING if counts["stock"] == 1 else logging.INFO
     text = "A step has %s: all ranks take its plan of a run without balancing, as in %d of %d steps so far."
-    logger.log(level, text, few, counts["stock"], counts["steps"])
+    logger.log(level, text, size, counts["stock"], counts["steps"])
     return [
-        [[part[place] for place in slot] for slot in slots] for part, slots in zip(partitions, indices, strict=True)
+        [[part[index] for index in slot] for slot in slots] for part, slots in zip(partitions, indices, strict=True)
     ]
 
 
@@ -240,10 +242,11 @@ def _in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
     none. So all predicted times stay the same.
     """
     costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
-    span = schedule.topology.ep_dp_size
-    groups: list[list[int]] = []
-    for first in range(0, len(costs), span):
-        groups.append(sorted(range(first, first + span), key=lambda rank: (-costs[rank], schedule.ranks[rank])))
+    ep_dp_size = schedule.topology.ep_dp_size
+    groups = [
+        sorted(range(first, first + ep_dp_size), key=lambda rank: (-costs[rank], schedule.ranks[rank]))
+        for first in range(0, len(costs), ep_dp_size)
+    ]
     groups.sort(key=lambda ranks: ([-costs[rank] for rank in ranks], schedule.ranks[ranks[0]]))
     order = 1 if is_makespan(schedule.objective, topology=schedule.topology) else -1
     return [[list(slot) for slot in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]

@@ -1,11 +1,7 @@
 """TorchSpec adapter: ranks of a speculative-decoding trainer get batches of similar lengths.
 
-    from megatron_balance.adapters import torchspec
-    patches = torchspec.install(approach="B", window=4)      # before the controller starts
-    patches.undo()
-
-or, without code, `python -m megatron_balance.adapters.torchspec --balance-approach B ...` in place of
-`python -m torchspec.train_entry ...`: everything but the `--balance-*` flags goes to TorchSpec.
+`install(approach="B", window=4)` before the controller starts, or `python -m megatron_balance.adapters.torchspec
+--balance-approach B ...` in place of `python -m torchspec.train_entry ...`: all but `--balance-*` goes to TorchSpec.
 
 TorchSpec's controller collects samples in a pool, and every dispatch gives each rank `per_dp_rank_batch_size` of
 them in turn. The trainer pads them to the longest, and all ranks wait for the slowest.
@@ -15,20 +11,13 @@ them in turn. The trainer pads them to the longest, and all ranks wait for the s
     C  also, the data set is sorted into dispatches of similar lengths beforehand (`bucketed_order`)
 
 Each includes the one before it. Samples of C do not come back exactly in its order, since inference runs several
-batches at once and may fail on some. With a window the dispatches form again around the oldest sample.
+batches at once and may fail on some. With a window the dispatches form again around the oldest sample: those that leave
+are brought to the front of the pool, and TorchSpec's own function takes them, with its bytes, queues and logs.
 
-`try_dispatch_batch`, with a window before it:
-
-    1. with fewer samples than a dispatch takes, False is returned, as by TorchSpec's own function
-    2. the pool is held back until it holds `window` dispatches' worth, unless no more would come:
-       the prompts are all handed out (end of data), inference is paused by `max_sample_pool_size`,
-       or nothing has come for `MAX_IDLE_CALLS` calls, whatever else blocks inference
-    3. the samples that leave are brought to the front of the pool, and TorchSpec's own function takes them from
-       there: bytes, queues and logs are its own
-
-Invariants: importing patches nothing; every sample goes once, and every rank gets exactly as many, because its data
-fetcher waits for that many; a dispatch that the stock controller could make is held back for a bounded number of
-calls, so nothing deadlocks where the pool may not grow to the window; at the end of data all whole dispatches leave.
+Invariants: every sample goes once, and every rank gets exactly as many, because its data fetcher waits for that many.
+A dispatch that the stock controller could make waits for a full window only while more samples may come: the prompts
+are not all handed out, inference is not paused by `max_sample_pool_size`, and one came within `MAX_IDLE_CALLS` calls.
+At the end of the data all whole dispatches leave.
 """
 
 from __future__ import annotations
@@ -47,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.adapters.kit import Function, Hook, Installation, check_not_started, even_parts, launch
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.planner import as_integers
 
 __all__ = ["DispatchWindow", "Settings", "assign_ranks", "bucketed_order", "install", "installation", "is_installed"]
@@ -78,17 +67,15 @@ class Settings:
     bucket_batches: int
 
     def __post_init__(self) -> None:
-        if self.approach not in APPROACHES:
-            raise BalanceError(f"approach is {self.approach!r}: it must be one of {', '.join(APPROACHES)}.")
-        if self.cost not in COSTS:
-            raise BalanceError(f"cost is {self.cost!r}: it must be one of {', '.join(COSTS)}.")
+        for name, choices in (("approach", APPROACHES), ("cost", COSTS)):
+            if getattr(self, name) not in choices:
+                raise BalanceError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(choices)}.")
         if self.cost == "tokens" and self.approach != "A":
             raise BalanceError(f"cost is 'tokens' with approach {self.approach}: give approach A, or cost padded.")
         windows = (1, *WINDOWS) if self.approach == "C" else WINDOWS
         if self.window not in windows:
             raise BalanceError(f"window is {self.window!r}: approach {self.approach} takes one of {windows}.")
-        if self.bucket_batches < 1:
-            raise BalanceError(f"bucket_batches is {self.bucket_batches!r}: it must be an integer of at least 1.")
+        check_integer("bucket_batches", self.bucket_batches)
 
 
 _REMEDY = "install it from its git repository (PyPI's is a placeholder), or train without balancing"
@@ -97,7 +84,7 @@ is_installed = installation.is_installed
 
 
 def install(
-    approach: str = "B", *, window: int = 2, cost: str = "padded", bucket_batches: int = 1
+    *, approach: str = "B", window: int = 2, cost: str = "padded", bucket_batches: int = 1
 ) -> Installation[Settings]:
     """Balance the ranks of TorchSpec's trainer. Call it in the driver, before the controller starts.
 
@@ -122,37 +109,34 @@ def install(
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
 
-    def hook(balanced: Function, parameters: str, reason: str, until: str) -> Hook:
-        def wrap(method: Function) -> Function:
-            @functools.wraps(method)
-            def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
-                stock = functools.partial(method, controller)
-                return balanced(settings, stock, controller, *positional, **keywords)
-
-            return wrapper
-
-        return Hook(
+    rows = [
+        (_partition_results, "results", "gives the samples of a dispatch to ranks in turn, whatever their lengths"),
+    ]
+    if settings.approach != "A" and settings.window > 1:
+        rows.append((try_dispatch_batch, "", "takes the oldest samples of the pool"))
+        rows.append((get_status, "", "reports what the choice delays"))
+    if settings.approach == "C":
+        rows.append((_prepare_dataset, "skip", "orders the prompts of an epoch, at random"))
+    return [
+        Hook(
             target=f"{CONTROLLER}:AsyncTrainingController.{balanced.__name__}",
             owner=_controller_class,
-            wrap=wrap,
+            wrap=functools.partial(_method, settings, balanced),
             reason=reason,
-            until=until,
             parameters=("self", *parameters.split()),
         )
+        for balanced, parameters, reason in rows
+    ]
 
-    reason, until = (
-        "gives the samples of a dispatch to ranks in turn, whatever their lengths",
-        "TorchSpec assigns by padded length (later commits assign longest first, by tokens)",
-    )
-    hooks = [hook(_partition_results, "results", reason, until)]
-    if settings.approach != "A" and settings.window > 1:
-        until = "TorchSpec chooses among the samples of its pool"
-        hooks.append(hook(try_dispatch_batch, "", "takes the oldest samples of the pool", until))
-        hooks.append(hook(get_status, "", "reports what the choice delays", until))
-    if settings.approach == "C":
-        until = "TorchSpec buckets by dispatch_batch_size (later commits have length_group_size)"
-        hooks.append(hook(_prepare_dataset, "skip", "orders the prompts of an epoch, at random", until))
-    return hooks
+
+def _method(settings: Settings, balanced: Function, stock: Function) -> Function:
+    """The controller's method, by a function of the settings, its stock method and the controller."""
+
+    @functools.wraps(stock)
+    def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
+        return balanced(settings, functools.partial(stock, controller), controller, *positional, **keywords)
+
+    return wrapper
 
 
 def _controller_class() -> Any:
@@ -176,8 +160,8 @@ def _controller_class() -> Any:
 
 def _partition_results(settings: Settings, stock: Function, controller: Any, results: list[Any]) -> list[list[Any]]:
     """By length; TorchSpec's own at micro_batch_size 1, where there is nothing to choose."""
-    count, left = divmod(len(results), controller.dp_size)
-    if min(count, getattr(controller.args, "micro_batch_size", count)) <= 1 or left or controller.dp_size == 1:
+    count, remainder = divmod(len(results), controller.dp_size)
+    if min(count, getattr(controller.args, "micro_batch_size", count)) <= 1 or remainder or controller.dp_size == 1:
         return stock(results)
     lengths = [_result_length(result) for result in results]
     ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
@@ -250,7 +234,9 @@ def _data_lengths(samples: Sequence[Any]) -> list[int]:
     for name in ("input_ids", "seq_len", "formatted_prompt"):
         if all(isinstance(sample, Mapping) and sample.get(name) is not None for sample in samples):
             values = [sample[name] for sample in samples]
-            return [one if isinstance(one, int) else int(getattr(one, "shape", [len(one)])[-1]) for one in values]
+            return [
+                value if isinstance(value, int) else int(getattr(value, "shape", [len(value)])[-1]) for value in values
+            ]
     raise BalanceError(
         "approach C needs the lengths of the data set, and its samples have neither input_ids, nor seq_len, nor "
         "formatted_prompt: load it with load_conversation_dataset, or use approach B."
@@ -294,14 +280,13 @@ def bucketed_order(
     num_batches = tokens.size // batch_size
     random = np.random.default_rng([seed, epoch])
     shuffled = random.permutation(tokens.size)
-    whole, rest = np.split(shuffled, [num_batches * batch_size])
-    by_length = whole[np.argsort(tokens[whole], kind="stable")]
+    batched, remainder = np.split(shuffled, [num_batches * batch_size])
+    by_length = batched[np.argsort(tokens[batched], kind="stable")]
     bucket_samples = bucket_batches * batch_size
-    buckets = [
-        random.permutation(by_length[start : start + bucket_samples]) for start in range(0, whole.size, bucket_samples)
-    ]
-    batches = np.concatenate([*buckets, whole[:0]]).reshape(num_batches, batch_size)
-    return np.concatenate([batches[random.permutation(num_batches)].reshape(-1), rest]).astype(np.int64)
+    starts = range(0, by_length.size, bucket_samples)
+    buckets = [random.permutation(by_length[start : start + bucket_samples]) for start in starts]
+    batches = np.concatenate([*buckets, batched[:0]]).reshape(num_batches, batch_size)
+    return np.concatenate([batches[random.permutation(num_batches)].reshape(-1), remainder]).astype(np.int64)
 
 
 class DispatchWindow:
@@ -337,21 +322,21 @@ class DispatchWindow:
         pool_size = len(controller.sample_pool)
         self._idle_calls = self._idle_calls + 1 if pool_size == self._last_pool_size else 0
         self._last_pool_size = pool_size
-        most = getattr(controller.args, "max_sample_pool_size", 0) or 0
-        held = (
+        max_size = getattr(controller.args, "max_sample_pool_size", 0) or 0
+        is_waiting = (
             controller.dispatch_batch_size <= pool_size < self.capacity
             and controller.get_prompt_buffer_size() > 0
             # The inference manager compares this size: samples for evaluation count as well.
-            and not 0 < most <= controller.get_pool_size()
+            and not 0 < max_size <= controller.get_pool_size()
             and self._idle_calls < MAX_IDLE_CALLS
         )
-        self.num_held_calls += held
-        return held
+        self.num_held_calls += is_waiting
+        return is_waiting
 
     def arrange(self, pool: deque[Any], *, lengths: Sequence[int]) -> None:
         """Bring the samples that leave now to the front of the pool, oldest first."""
-        num_left = self._num_dispatches * self._batch_size
-        self._arrivals += range(num_left + len(self._arrivals), num_left + len(pool))
+        num_dispatched = self._num_dispatches * self._batch_size
+        self._arrivals += range(num_dispatched + len(self._arrivals), num_dispatched + len(pool))
         leaving, delays = [], []
         for position in reversed(self._choose(lengths[: self.capacity])):
             leaving.append(pool[position])
@@ -379,8 +364,8 @@ class DispatchWindow:
         free = [position for position in range(len(lengths)) if position not in late]
         order = sorted(free, key=lambda position: (-lengths[position], position))
         sums = [0, *accumulate(lengths[position] for position in order)]
-        place, size = order.index(0), count - len(late)
-        starts = range(max(place - size + 1, 0), min(place, len(order) - size) + 1)
+        oldest, size = order.index(0), count - len(late)
+        starts = range(max(oldest - size + 1, 0), min(oldest, len(order) - size) + 1)
         start = min(starts, key=lambda first: Fraction(lengths[order[first]], max(sums[first + size] - sums[first], 1)))
         return sorted([*late, *order[start : start + size]])
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_balance.adapters.areal.batches import balance_batch, divide, item_lengths
+from megatron_balance.adapters.areal.batches import Batch, balance_batch, divide, item_lengths
 from megatron_balance.adapters.areal.spmd import MAX_WAIT_HOURS, buffer_device, group_or_world, spmd_hooks
 from megatron_balance.adapters.kit import Function, Hook, Installation
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
@@ -74,47 +74,18 @@ def install(
 
 def _hooks(options: ArealOptions) -> list[Hook]:
     """The table: the controller's dispatch, the micro-batches of each worker, and what ranks move among themselves."""
-    cost_model = options.cost_model
-
-    def dispatch_tensors(item_list: list[dict[str, Any]], dp_size: int, group_size: int = 1) -> Any:
-        parts = divide(
-            [item_lengths(item) for item in item_list],
-            dp_size=dp_size,
-            cost_model=cost_model,
-            equal_count=True,
-            unit_size=group_size,
-        )
-        return [[item_list[index] for index in part] for part in parts], parts
-
-    def allocate_balanced_mbs_synced(
-        mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
-    ) -> list[list[int]]:
-        group = group_or_world(group) if dist.is_initialized() else None
-        return agreed_microbatches(
-            lens,
-            max_tokens=mb_spec.max_tokens_per_mb,
-            cost_model=cost_model,
-            least=mb_spec.n_mbs or 1,
-            multiple=mb_spec.n_mbs_divisor,
-            flag="max_tokens_per_mb",
-            group=group,
-            device="cpu" if group is None else buffer_device(group),
-        )
-
     return [
         Hook(
             target="areal.infra.controller.train_controller:_dispatch_tensors",
             parameters=("item_list", "dp_size", "group_size"),
-            wrap=lambda _: dispatch_tensors,
+            wrap=lambda _: functools.partial(_dispatch_tensors, options),
             reason="balances by our cost, accepts a number of items that is no multiple of the ranks",
-            until="AReaL's controller takes a partition function",
         ),
         Hook(
             target="areal.utils.data:allocate_balanced_mbs_synced",
             parameters=("mb_spec", "lens", "group"),
-            wrap=lambda _: allocate_balanced_mbs_synced,
+            wrap=lambda _: functools.partial(_allocate_balanced_mbs_synced, options),
             reason="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
-            until="AReaL's ranks agree on failure before one raises",
         ),
         Hook(
             target="areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
@@ -122,13 +93,38 @@ def _hooks(options: ArealOptions) -> list[Hook]:
             reason="the proxy that deals trajectories out and the workers run a fixed command, without hooks",
             until="their command can be chosen",
         ),
-        *spmd_hooks(cost_model, max_wait_hours=options.max_wait_hours, single_rank_load=options.single_rank_load),
+        *spmd_hooks(options),
     ]
+
+
+def _dispatch_tensors(options: ArealOptions, item_list: list[Batch], dp_size: int, group_size: int = 1) -> Any:
+    """The items of each worker, and their positions."""
+    lengths = [item_lengths(item) for item in item_list]
+    cost_model = options.cost_model
+    parts = divide(lengths, dp_size=dp_size, cost_model=cost_model, equal_count=True, unit_size=group_size)
+    return [[item_list[index] for index in part] for part in parts], parts
+
+
+def _allocate_balanced_mbs_synced(
+    options: ArealOptions, mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """The rows of each micro-batch of this rank."""
+    group = group_or_world(group) if dist.is_initialized() else None
+    return agreed_microbatches(
+        lens,
+        max_tokens=mb_spec.max_tokens_per_mb,
+        cost_model=options.cost_model,
+        min_count=mb_spec.n_mbs or 1,
+        multiple=mb_spec.n_mbs_divisor,
+        flag="max_tokens_per_mb",
+        group=group,
+        device="cpu" if group is None else buffer_device(group),
+    )
 
 
 def _refused(init: Function) -> Function:
     @functools.wraps(init)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapper(self: Any, *positional: Any, **keywords: Any) -> None:
         raise BalanceError(
             "_version is v2: its processes start without hooks, so nothing would be balanced. Set _version: v1 in the "
             "configuration of each engine, or train without balancing."

@@ -48,10 +48,10 @@ def divide(
             f"{num_units} trajectories (or groups of them) for {dp_size} data-parallel ranks: their number must be >= "
             "that of the ranks, so that every rank has one. Raise the batch size, or use fewer ranks."
         )
-    of_items = [
-        int(sample_costs(np.array(of_item, dtype=np.int64), cost_model=cost_model).sum()) for of_item in lengths
+    costs = [
+        sum(int(sample_costs(np.array(item), cost_model=cost_model).sum()) for item in lengths[start:][:unit_size])
+        for start in range(0, len(lengths), unit_size)
     ]
-    costs = [sum(of_items[start : start + unit_size]) for start in range(0, len(lengths), unit_size)]
     parts = even_parts(costs, num_parts=dp_size, equal_count=equal_count)
     return [(part[:, None] * unit_size + np.arange(unit_size)).reshape(-1).tolist() for part in parts]
 
@@ -111,9 +111,9 @@ def sequence_lengths(batch: Mapping[str, Any]) -> list[int]:
     """Tokens of each sequence: up to the last one that the mask includes."""
     mask = batch.get(MASK)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not len(mask):
-        seen = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        kind = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise BalanceError(
-            f"a trajectory's {MASK} is {seen}: it must be a tensor [num_sequences, padded_seq_len] of one or more."
+            f"a trajectory's {MASK} is {kind}: it must be a tensor [num_sequences, padded_seq_len] of one or more."
         )
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return torch.where(mask != 0, positions, 0).amax(dim=1).tolist() if mask.shape[1] else [0] * len(mask)

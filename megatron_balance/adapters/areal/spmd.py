@@ -1,15 +1,15 @@
 """Hooks of AReaL's trainers with one process a rank: the redistribution among ranks, and `single_rank_load`.
 
 Only data-parallel heads roll out and redistribute; the other ranks of a replica wait for them in a barrier. Each head
-packs its trajectories into bytes; lengths, keys and problems of all are gathered; every head makes the same plan; one
-exchange moves the bytes. Heads may have different numbers of trajectories, and none at all.
+pickles its trajectories, as AReaL does; lengths, keys and problems of all are gathered; every head makes the same plan;
+one exchange moves the bytes. Heads may have different numbers of trajectories, and none at all.
 
 With `single_rank_load` the first data-parallel rank has the whole data loader, all of `consumer_batch_size` and
 `max_concurrent_rollouts`; the redistribution divides its trajectories. A rollout may take longer than the time-out of a
-process group, so ranks wait for it in one of their own, over gloo, whose time-out is a parameter.
+process group, so ranks wait for it in another, over gloo, whose time-out is an option.
 
-Invariants: every trajectory goes to one rank, with equal bits and in memory of its own; whatever error one rank has,
-every rank raises one that quotes it; evaluation stays on every rank, and nothing changes on one data-parallel rank.
+Invariants: every trajectory goes to one rank, with equal bits; whatever error one rank has, every rank raises one that
+quotes it; evaluation stays on every rank, and nothing changes on one data-parallel rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,11 +32,13 @@ from torch.utils._pytree import tree_map_only
 from megatron_balance.adapters.areal.batches import Batch, divide, sequence_lengths, trimmed
 from megatron_balance.adapters.kit import Function, Hook
 from megatron_balance.adapters.kit.ranks import move_samples, moving_sample
-from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
+
+if TYPE_CHECKING:
+    from megatron_balance.adapters.areal import ArealOptions
 
 Outcome = TypeVar("Outcome")
 
@@ -47,56 +49,43 @@ _COORDINATOR = "areal.infra.dist_rollout:DistRolloutCoordinator"
 _TRAINER = "areal.trainer.rl_trainer:PPOTrainer"
 
 
-def spmd_hooks(cost_model: CostModel, *, max_wait_hours: float, single_rank_load: bool) -> list[Hook]:
+def spmd_hooks(options: ArealOptions) -> list[Hook]:
     """The rows of the redistribution, and of `single_rank_load` where that is asked for."""
 
-    def redistribute(trajectories: Any, group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd") -> Any:
-        # packing_algorithm names one of AReaL's algorithms, which the planner replaces.
-        from areal.infra.dist_rollout import RedistributedData
-
-        if isinstance(trajectories, RedistributedData):
-            return trajectories  # by `shared` below
-        return RedistributedData(**_redistribute(trajectories, group=group_or_world(group), cost_model=cost_model))
-
-    def shared(method: Function) -> Function:
-        @functools.wraps(method)
-        def wrapper(self: Any, trajectories: list[Batch] | None) -> list[Batch]:
-            moved = None
-            if trajectories is not None:
-                moved = attempt(redistribute, trajectories, self.train_engine.data_parallel_group)
-            return method(self, _agreed(moved, group=group_or_world(self.train_engine.cpu_group)))
-
-        return wrapper
-
-    def row(target: str, parameters: str, wrap: Callable[[Function], Function], reason: str) -> Hook:
-        until = "AReaL removes the launchers that start a process a rank"
-        return Hook(target=target, wrap=wrap, parameters=tuple(parameters.split()), reason=reason, until=until)
+    def row(target: str, parameters: str, wrap: Callable[..., Function], reason: str) -> Hook:
+        return Hook(
+            target=target,
+            wrap=functools.partial(wrap, options),
+            parameters=tuple(parameters.split()),
+            reason=reason,
+            until="AReaL removes the launchers that start a process a rank",
+        )
 
     rows = [
         row(
             "areal.infra.dist_rollout:redistribute_trajectories",
             "trajectories group packing_algorithm",
-            lambda _: redistribute,
+            lambda options, _: functools.partial(redistribute, options),
             "balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
         ),
         row(
             f"{_COORDINATOR}._broadcast_and_redistribute_trajectories",
             "self trajectories",
-            shared,
+            _raised_on_all,
             "an error of a data-parallel head raises on the ranks that wait for it too",
         ),
     ]
-    if not single_rank_load:
-        return rows
-    by_one = functools.partial(_rolled_out_by_one, max_wait_hours=max_wait_hours)
-    reason = "single_rank_load: one rank rolls out, with the data loader and capacity of all; the others wait"
-    return [
-        *rows,
-        row(f"{_COORDINATOR}.rollout_batch", "self workflow group_size", by_one, reason),
-        row(f"{_COORDINATOR}.prepare_batch", "self workflow group_size", by_one, reason),
-        row(f"{_TRAINER}._create_dataloader", "self dataset dataset_config rank world_size", _loaded_by_one, reason),
-        row(f"{_TRAINER}._init_rollout", "self rollout_config is_eval", _with_whole_capacity, reason),
-    ]
+    if options.single_rank_load:
+        reason = "single_rank_load: one rank rolls out, with the data loader and capacity of all; the others wait"
+        rows += [
+            row(f"{_COORDINATOR}.rollout_batch", "self workflow group_size", _rolled_out_by_one, reason),
+            row(f"{_COORDINATOR}.prepare_batch", "self workflow group_size", _rolled_out_by_one, reason),
+            row(
+                f"{_TRAINER}._create_dataloader", "self dataset dataset_config rank world_size", _loaded_by_one, reason
+            ),
+            row(f"{_TRAINER}._init_rollout", "self rollout_config is_eval", _with_whole_capacity, reason),
+        ]
+    return rows
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -127,26 +116,25 @@ def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
 # The redistribution --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Of a tensor, within a trajectory that travels without its tensors."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-
-
-def _redistribute(trajectories: Sequence[Batch], *, group: dist.ProcessGroup, cost_model: CostModel) -> dict[str, Any]:
-    """The trajectories of all heads balanced: the fields of AReaL's RedistributedData.
+def redistribute(
+    options: ArealOptions, trajectories: Any, group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
+) -> Any:
+    """The trajectories of all heads balanced, as AReaL's RedistributedData; the planner replaces `packing_algorithm`.
 
     Nothing in AReaL reads what other ranks have, and it takes as much memory as the trajectories of all ranks: those
     are None in `all_data`.
     """
+    from areal.infra.dist_rollout import RedistributedData
+
+    if isinstance(trajectories, RedistributedData):
+        return trajectories  # of `_raised_on_all`
+    group = group_or_world(group)
     device = buffer_device(group)
-    packed = attempt(_pack_all, trajectories, device)
+    packed = attempt(_pack, trajectories, device)
     samples, lengths, schema = ([], [], None) if isinstance(packed, Failure) else packed
     gathered = gather_lengths(
-        [length for of_trajectory in lengths for length in of_trajectory],
-        num_segments=[len(of_trajectory) for of_trajectory in lengths],
+        [length for sequences in lengths for length in sequences],
+        num_segments=[len(sequences) for sequences in lengths],
         ragged_lengths=[sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,
@@ -154,56 +142,53 @@ def _redistribute(trajectories: Sequence[Batch], *, group: dist.ProcessGroup, co
         device=device,
     )
     # From here on all ranks know the same, so an error raises on every one.
-    of_all = gathered.segments_of(np.arange(gathered.lengths.size))
-    parts = divide(of_all, dp_size=group.size(), cost_model=cost_model, equal_count=False)
-    ranks = np.zeros(len(of_all), dtype=np.int64)
+    all_lengths = gathered.segments_of(np.arange(gathered.lengths.size))
+    parts = divide(all_lengths, dp_size=group.size(), cost_model=options.cost_model, equal_count=False)
+    ranks = np.zeros(len(all_lengths), dtype=np.int64)
     for rank, part in enumerate(parts):
         ranks[part] = rank
     arrived = move_samples(samples, ranks=ranks, gathered=gathered, group=group, schema=_MOVING, device=device)
-    data = [_unpack(sample) for sample in arrived]
-    all_data: list[Batch | None] = [None] * len(of_all)
+    data = [_unpickled(sample) for sample in arrived]
+    all_data: list[Batch | None] = [None] * len(all_lengths)
     for index, trajectory in zip(parts[group.rank()], data, strict=True):
         all_data[index] = trajectory
-    return {"all_data": all_data, "data": data, "rank": group.rank(), "group_indices": parts}
+    return RedistributedData(all_data=all_data, data=data, rank=group.rank(), group_indices=parts)
 
 
-def _pack_all(
+def _raised_on_all(options: ArealOptions, method: Function) -> Function:
+    @functools.wraps(method)
+    def wrapper(self: Any, trajectories: list[Batch] | None) -> list[Batch]:
+        moved = None
+        if trajectories is not None:
+            moved = attempt(redistribute, options, trajectories, self.train_engine.data_parallel_group)
+        return method(self, _agreed(moved, group=group_or_world(self.train_engine.cpu_group)))
+
+    return wrapper
+
+
+def _pack(
     trajectories: Sequence[Batch], device: torch.device | str
 ) -> tuple[list[Sample], list[list[int]], SampleSchema | None]:
+    """Trajectories as samples that can move, the lengths of their sequences, and what all of them must share."""
     lengths = [sequence_lengths(trajectory) for trajectory in trajectories]
     schema = SampleSchema.shared_by(map(_schema_of, trajectories))
-    return [_pack(trimmed(trajectory), device=device) for trajectory in trajectories], lengths, schema
+    return [_pickled(trajectory, device=device) for trajectory in trajectories], lengths, schema
 
 
-def _pack(trajectory: Batch, *, device: torch.device | str) -> Sample:
-    """A trajectory as a sample that can move: the bytes of its tensors, and the rest pickled, as AReaL pickles it."""
-    parts: list[Tensor] = []
-
-    def take(tensor: Tensor) -> _Place:
-        flat = tensor.detach().to(device).contiguous().reshape(-1)
-        parts.append(flat.view(torch.uint8))
-        return _Place(tensor.dtype, tensor.shape)
-
-    rest = pickle.dumps(tree_map_only(Tensor, take, trajectory))
-    text = torch.frombuffer(bytearray(rest), dtype=torch.uint8).to(device)
-    return moving_sample({"(rest)": text, "(tensors)": torch.cat(parts)})
+def _pickled(trajectory: Batch, *, device: torch.device | str) -> Sample:
+    # A copy: pickle would save all of the storage that a tensor is a part of.
+    content = pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), trimmed(trajectory)))
+    return moving_sample({"(bytes)": torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)})
 
 
-def _unpack(sample: Sample) -> Batch:
-    rest, flat, start = sample.ragged["(rest)"], sample.ragged["(tensors)"], 0
-
-    def put(place: _Place) -> Tensor:
-        nonlocal start
-        stop = start + place.shape.numel() * place.dtype.itemsize
-        # A copy of its own begins where any dtype may.
-        part, start = flat[start:stop].clone(), stop
-        return part.view(place.dtype).reshape(place.shape)
-
+def _unpickled(sample: Sample) -> Batch:
+    content = sample.ragged["(bytes)"]
     # Of a rank of this run, whose objects AReaL unpickles as well (all_gather_object).
-    return tree_map_only(_Place, put, pickle.loads(rest.cpu().numpy().tobytes()))  # noqa: S301
+    trajectory = pickle.loads(content.cpu().numpy().tobytes())  # noqa: S301
+    return tree_map_only(Tensor, lambda tensor: tensor.to(content.device), trajectory)
 
 
-_MOVING = SampleSchema.of(moving_sample(dict.fromkeys(("(rest)", "(tensors)"), torch.empty(0, dtype=torch.uint8))))
+_MOVING = SampleSchema.of(moving_sample({"(bytes)": torch.empty(0, dtype=torch.uint8)}))
 
 
 def _schema_of(trajectory: Mapping[str, Any]) -> SampleSchema:
@@ -216,7 +201,7 @@ def _schema_of(trajectory: Mapping[str, Any]) -> SampleSchema:
 # single_rank_load ----------------------------------------------------------------------------------------------------
 
 
-def _rolled_out_by_one(method: Function, *, max_wait_hours: float) -> Function:
+def _rolled_out_by_one(options: ArealOptions, method: Function) -> Function:
     name = method.__name__
 
     @functools.wraps(method)
@@ -225,18 +210,16 @@ def _rolled_out_by_one(method: Function, *, max_wait_hours: float) -> Function:
         if engine.data_parallel_world_size == 1:
             return method(self, *args, **kwargs)
         if not hasattr(self, "_balance_waiting_group"):
-            timeout = timedelta(hours=max_wait_hours)
+            timeout = timedelta(hours=options.max_wait_hours)
             self._balance_waiting_group = dist.new_group(backend="gloo", timeout=timeout)
-        waiting_group: Any = self._balance_waiting_group
-        wait = functools.partial(_agreed, group=waiting_group)
+        wait = functools.partial(_agreed, group=self._balance_waiting_group)
         if not engine.is_data_parallel_head():
             # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
             wait(None)
             return method(self, *args, **kwargs)
 
-        def roll_out(*of_engine: Any, **by_name: Any) -> list[Any]:
-            loads = _is_first(engine)
-            return wait(attempt(getattr(rollout_engine, name), *of_engine, **by_name) if loads else [])
+        def roll_out(*positional: Any, **keywords: Any) -> list[Any]:
+            return wait(attempt(getattr(rollout_engine, name), *positional, **keywords) if _is_first(engine) else [])
 
         stand_in = copy.copy(self)
         stand_in.rollout_engine = SimpleNamespace(**{name: roll_out})
@@ -270,7 +253,7 @@ class IdleDataLoader:
         """Accepts an empty state."""
 
 
-def _loaded_by_one(create: Function) -> Function:
+def _loaded_by_one(_: ArealOptions, create: Function) -> Function:
     @functools.wraps(create)
     def wrapper(self: Any, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         from areal.api.cli_args import ValidDatasetConfig
@@ -284,7 +267,7 @@ def _loaded_by_one(create: Function) -> Function:
     return wrapper
 
 
-def _with_whole_capacity(init: Function) -> Function:
+def _with_whole_capacity(_: ArealOptions, init: Function) -> Function:
     @functools.wraps(init)
     def wrapper(self: Any, rollout_config: Any, is_eval: bool = False, **kwargs: Any) -> Any:
         dp_size = self.actor.data_parallel_world_size

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.planner import number_groups, partition_items
 
 Ints = NDArray[np.int64]
@@ -32,9 +32,7 @@ def split_rollout(groups: Sequence[Hashable] | NDArray[Any], *, global_batch_siz
         >>> [step.tolist() for step in split_rollout(["a", "b", "a", "c", "d"], global_batch_size=2)]
         [[0, 1, 2], [3, 4]]
     """
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise BalanceError(f"global_batch_size is {global_batch_size!r}: it must be an integer of at least 1.")
-    step_of = number_groups(groups) // global_batch_size
+    step_of = number_groups(groups) // check_integer("global_batch_size", global_batch_size)
     return [np.flatnonzero(step_of == step) for step in range(int(step_of.max(initial=-1)) + 1)]
 
 

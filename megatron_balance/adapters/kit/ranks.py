@@ -30,7 +30,7 @@ def agreed_microbatches(
     *,
     max_tokens: int,
     cost_model: CostModel,
-    least: int = 1,
+    min_count: int = 1,
     multiple: int = 1,
     samples_per_unit: int = 1,
     mountain: bool = False,
@@ -41,7 +41,7 @@ def agreed_microbatches(
     """Packs this rank's samples into the fewest micro-batches under a cap, as many as on every rank of a group.
 
     Each rank packs its own samples, since ranks that share samples (tensor, context and pipeline parallelism) must cut
-    them alike. All ranks then take the largest number, and those that had fewer pack again. There are `least`
+    them alike. All ranks then take the largest number, and those that had fewer pack again. There are `min_count`
     micro-batches or more, a multiple of `multiple`; `samples_per_unit` neighbouring samples stay together. With
     `mountain` cheap micro-batches are at both ends, where a pipeline waits; else the costliest is first. `flag` is the
     host's name of `max_tokens`, and `device` has the buffers of the group's collective.
@@ -50,11 +50,11 @@ def agreed_microbatches(
     or limits or costs differ, every rank of the group raises a BalanceError.
     """
     samples = np.asarray(lengths, dtype=np.int64)
-    header = Header({"limits": repr((max_tokens, least, multiple, samples_per_unit, cost_model))})
+    header = Header({"limits": repr((max_tokens, min_count, multiple, samples_per_unit, cost_model))})
     while True:
         slots, problem = [], None
         try:
-            slots = _pack(samples, max_tokens, least, multiple, samples_per_unit, cost_model, flag)
+            slots = _pack(samples, max_tokens, min_count, multiple, samples_per_unit, cost_model, flag)
         except BalanceError as error:
             if group is None:
                 raise
@@ -64,17 +64,17 @@ def agreed_microbatches(
         counts = gather_lengths(
             [len(slots)], group=group, schema=_COUNTS, problem=problem, header=header, device=device
         ).lengths
-        least = int(counts.max())
-        if (counts == least).all():
+        min_count = int(counts.max())
+        if (counts == min_count).all():
             break
     costs = sample_costs(samples, cost_model=cost_model)
-    of_slots = np.array([[costs[slot].sum() for slot in slots]])
-    order = organ_pipe_order(of_slots)[0] if mountain else np.argsort(-of_slots[0], kind="stable")
+    slot_costs = np.array([[costs[slot].sum() for slot in slots]])
+    order = organ_pipe_order(slot_costs)[0] if mountain else np.argsort(-slot_costs[0], kind="stable")
     return [slots[index].tolist() for index in order]
 
 
 def _pack(
-    samples: Ints, max_tokens: int, least: int, multiple: int, size: int, cost_model: CostModel, flag: str
+    samples: Ints, max_tokens: int, min_count: int, multiple: int, size: int, cost_model: CostModel, flag: str
 ) -> list[Ints]:
     """The samples of each micro-batch: as even in cost as the cap lets them be."""
     if not samples.size or samples.size % size:
@@ -87,26 +87,26 @@ def _pack(
             f"longest has {longest} tokens: raise it to that, or cut the samples."
         )
     costs = sample_costs(samples, cost_model=cost_model).reshape(-1, size).sum(axis=1)
-    needed = max(least, -(-int(tokens.sum()) // max_tokens), 1)
-    needed = -(-needed // multiple) * multiple
+    min_count = -(-max(min_count, -(-int(tokens.sum()) // max_tokens), 1) // multiple) * multiple
 
     @functools.cache
-    def filled() -> list[Ints]:
+    def full_slots() -> list[Ints]:
         topology, limits = Topology(1, microbatch_multiple=multiple), Limits(max_tokens)
         schedule = build_data_schedule(
             tokens, cost_model=CostModel.tokens(), topology=topology, limits=limits, objective="step"
         )
         return [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
 
-    for count in range(needed, tokens.size + 1, multiple):
-        # Even costs; even tokens where those do not keep the cap; a plan filled bin by bin, which may still do.
+    for count in range(min_count, tokens.size + 1, multiple):
+        # Even costs; even tokens where those do not keep the cap; full slots, which may still do.
         for values in (costs, tokens, None):
-            slots = filled() if values is None else even_parts(values, num_parts=count, equal_count=False)
+            slots = full_slots() if values is None else even_parts(values, num_parts=count, equal_count=False)
             if len(slots) == count and all(slot.size and tokens[slot].sum() <= max_tokens for slot in slots):
                 return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
     raise BalanceError(
-        f"{tokens.size} samples (or groups of them) for {needed} micro-batches under {flag} {max_tokens}, a multiple "
-        f"of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or raise {flag}."
+        f"{tokens.size} samples (or groups of them) for {min_count} micro-batches under {flag} {max_tokens}, a "
+        f"multiple of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or raise "
+        f"{flag}."
     )
 
 
@@ -125,10 +125,10 @@ def move_samples(
     `gather_lengths` with the samples' ragged keys, whatever its lengths mean, and `schema` that of the samples where it
     was not gathered.
     """
-    ones = np.ones_like(gathered.home_ranks)
+    units = np.ones_like(gathered.home_ranks)
     schema = schema or gathered.schema
-    of_samples = dataclasses.replace(gathered, lengths=ones, segment_lengths=ones, num_segments=ones, schema=schema)
-    return [*reroute_samples(samples, destinations=ranks, gathered=of_samples, group=group, device=device).values()]
+    counted = dataclasses.replace(gathered, lengths=units, segment_lengths=units, num_segments=units, schema=schema)
+    return [*reroute_samples(samples, destinations=ranks, gathered=counted, group=group, device=device).values()]
 
 
 def moving_sample(

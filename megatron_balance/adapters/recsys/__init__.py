@@ -71,26 +71,23 @@ def _hooks() -> list[Hook]:
         raise BalanceError(f"a batch shuffler {NAME!r} is registered already: unregister it, or leave this one out.")
     from megatron_balance.adapters.recsys import shuffler  # needs torchrec
 
-    def flops_of(model: str) -> Callable[..., Any]:
+    def task_flops(model: str) -> Callable[..., Any]:
         def get_workloads(self: Any, seqlen: Any, num_heads: int | None = 1, head_dim: int | None = 1) -> Any:
             cost_model = shuffler.layer_cost(model, num_heads=num_heads or 1, head_dim=head_dim or 1)
             return shuffler.workloads(seqlen, cost_model=cost_model)
 
         return get_workloads
 
-    of_task = "self seqlen num_heads head_dim"
+    task = "self seqlen num_heads head_dim"
     rows: dict[str, tuple[str, Callable[..., Any]]] = {
         f"{_SHUFFLER}.shuffle": ("self batch pg_group return_indices return_workloads use_all2all", shuffler.shuffle),
         f"{_SHUFFLER}.start_shuffle_async": ("self batch pg_group", shuffler.start_shuffle_async),
         f"{_SHUFFLER}.finish_shuffle": ("self batch handle pg_group use_all2all", shuffler.finish_shuffle),
-        f"{_TASKS}:HSTUAttentionTask.get_workloads": (of_task, flops_of("hstu")),
-        f"{_TASKS}:SelfAttentionTask.get_workloads": (of_task, flops_of("sid_gr")),
+        f"{_TASKS}:HSTUAttentionTask.get_workloads": (task, task_flops("hstu")),
+        f"{_TASKS}:SelfAttentionTask.get_workloads": (task, task_flops("sid_gr")),
     }
     reason = "padding has a mask, weights and shapes are kept, indices describe the order; int32 lengths do not wrap"
-    until = "upstream's own tests of its balancers pass"
     return [
-        Hook(
-            target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, reason=reason, until=until
-        )
+        Hook(target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, reason=reason)
         for target, (parameters, new) in rows.items()
     ]

@@ -68,19 +68,19 @@ def shuffle(
     BalanceError on every rank where batches differ, or one cannot be cut into samples.
     """
     pending = start_shuffle_async(self, batch, pg_group, *args, **kwargs)
-    returned = [finish_shuffle(self, batch, pending)]
+    outputs = [finish_shuffle(self, batch, pending)]
     if return_indices or return_workloads:
         gathered, size, dp_size = pending.gathered, batch.batch_size, pending.group.size()
         home = gathered.home_ranks
         within_rank = np.arange(home.size) - np.searchsorted(home, home)
         positions = home * size + within_rank
         indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
-        of_samples = np.zeros(dp_size * size, dtype=np.int64)
-        of_samples[positions] = gathered.lengths
-        own = indices[pending.group.rank()]
-        wanted = [own] * return_indices + [of_samples[own]] * return_workloads
-        returned += [torch.from_numpy(values).to(batch.features.values().device) for values in wanted]
-    return tuple(returned) if len(returned) > 1 else returned[0]
+        costs = np.zeros(dp_size * size, dtype=np.int64)
+        costs[positions] = gathered.lengths
+        local = indices[pending.group.rank()]
+        extras = [local] * return_indices + [costs[local]] * return_workloads
+        outputs += [torch.from_numpy(values).to(batch.features.values().device) for values in extras]
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def start_shuffle_async(
@@ -97,8 +97,8 @@ def start_shuffle_async(
         lengths = [value.lengths() for _, value in _fields(batch) if isinstance(value, KeyedJaggedTensor)]
         # To the host in one transfer: the workloads, then the lengths of every key.
         flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads, *lengths)])
-        costs, *of_keys = flat.cpu().numpy().reshape(-1, batch.batch_size)
-        samples = _split(batch, lengths=of_keys)
+        costs, *key_lengths = flat.cpu().numpy().reshape(-1, batch.batch_size)
+        samples = _split(batch, lengths=key_lengths)
         # That of a sample of padding where none is real.
         schema, samples = SampleSchema.of(samples[0]), samples[: batch.actual_batch_size]
     except BalanceError as error:
@@ -247,7 +247,7 @@ def _check(batch: Any, *, workloads: torch.Tensor) -> None:
 
 def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
     """Every sample, padding included; `lengths` are `[batch_size]` of each key."""
-    size, of_keys = batch.batch_size, iter(lengths)
+    size, key_lengths = batch.batch_size, iter(lengths)
     dense: dict[str, Sequence[torch.Tensor]] = {"samples of a batch": [torch.empty(size, 0)] * size}
     ragged: dict[str, Sequence[torch.Tensor]] = {}
     for name, value in _fields(batch):
@@ -255,7 +255,7 @@ def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
             dense[name] = value.reshape(size, value.shape[0] // size, *value.shape[1:]).unbind()
             continue
         keys = list(value.keys())
-        entries = [entry for _ in keys for entry in next(of_keys).tolist()]
+        entries = [entry for _ in keys for entry in next(key_lengths).tolist()]
         for suffix, tensor in _parts(value):
             pieces = tensor.split(entries)
             for index, key in enumerate(keys):
@@ -282,8 +282,8 @@ def _join(batch: Any, samples: Sequence[Sample]) -> Any:
             for suffix, tensor in _parts(value)
         ]
         lengths = np.zeros((len(keys), batch.batch_size), dtype=np.int64)
-        for of_key, key in zip(lengths, keys, strict=True):
-            of_key[: len(samples)] = [len(sample.ragged[f"{name}/{key}"]) for sample in samples]
+        for row, key in zip(lengths, keys, strict=True):
+            row[: len(samples)] = [len(sample.ragged[f"{name}/{key}"]) for sample in samples]
         replaced[name] = KeyedJaggedTensor.from_lengths_sync(
             keys=keys,
             values=columns[0],

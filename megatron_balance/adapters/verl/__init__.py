@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_balance.adapters.kit import Hook, Installation
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import resolve_cost
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -61,10 +61,7 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     to_dict = getattr(model, "to_dict", None)
     model = model if to_dict is None else to_dict()
     if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
-        factor = model[FACTOR_KEY]
-        if isinstance(factor, bool) or not isinstance(factor, int) or factor < 0:
-            raise BalanceError(f"{FACTOR_KEY} is {factor!r}: it must be an integer of at least 0.")
-        return CostModel(linear=factor, quadratic=1)
+        return CostModel(linear=check_integer(FACTOR_KEY, model[FACTOR_KEY], least=0), quadratic=1)
     if model is not None and not isinstance(model, (str, Path, Mapping, ModelShape)):
         raise BalanceError(
             f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."
@@ -72,7 +69,7 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     return resolve_cost(cost, model=model)
 
 
-def install(model: Model | None = None, *, cost: str | None = None) -> Installation[CostModel]:
+def install(*, cost: str | None = None, model: Model | None = None) -> Installation[CostModel]:
     """Hook verl in this process. Installing twice with the same arguments installs once.
 
     Args:

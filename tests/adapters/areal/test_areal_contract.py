@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ def functions() -> dict[str, Any]:
             owned = vars(value).items() if inspect.isclass(value) and value.__module__ == name else ()
             found |= {f"{name}:{key}.{method}": function for method, function in owned}
             found[f"{name}:{key}"] = value
-    return {place: value for place, value in found.items() if inspect.isfunction(value)}
+    return {place: value for place, value in found.items() if inspect.isfunction(value) or isinstance(value, partial)}
 
 
 def test_undo_restores_the_very_functions(install: Any) -> None:

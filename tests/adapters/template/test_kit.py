@@ -79,7 +79,7 @@ def test_no_more_micro_batches_than_the_tokens_ask_for():
     st.booleans(),
 )
 def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, least, mountain):
-    options = {"least": least, "multiple": multiple, "samples_per_unit": 2, "mountain": mountain}
+    options = {"min_count": least, "multiple": multiple, "samples_per_unit": 2, "mountain": mountain}
     needed = -(-max(least, -(-sum(lengths) // max_tokens)) // multiple) * multiple
     if len(lengths) // 2 < needed:
         with pytest.raises(BalanceError, match="micro-batches under max_tokens_per_gpu"):

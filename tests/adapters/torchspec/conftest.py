@@ -13,10 +13,11 @@ from megatron_balance.adapters import torchspec
 class Host:
     """TorchSpec with its controller, and the adapter's one line."""
 
-    install = staticmethod(torchspec.install)
-
     def __init__(self, module):
         self.module = module
+
+    def install(self, approach="B", **options):
+        return torchspec.install(approach=approach, **options)
 
     @property
     def hooked_class(self):

@@ -34,14 +34,14 @@ def run(code, **variables):
 
 def test_install_and_undo():
     before, kept = functions(), None
-    installed = adapter.install("Qwen3-8B")
+    installed = adapter.install(model="Qwen3-8B")
     try:
         assert adapter.is_installed()
-        assert adapter.install("Qwen3-8B") is installed
+        assert adapter.install(model="Qwen3-8B") is installed
         kept = seqlen_balancing.calculate_workload
         assert kept(HUNDRED).tolist() == QWEN3_8B
         with pytest.raises(BalanceError, match="verl is hooked already with CostModel"):
-            adapter.install("Qwen3-4B")
+            adapter.install(model="Qwen3-4B")
     finally:
         installed.undo()
     assert not adapter.is_installed()

@@ -1,4 +1,4 @@
-"""R15, R17: the trainers' `_balance_batch`, on the real classes, inside mini-batches and with uids kept whole."""
+"""R15, R17: the trainers' `_balance_batch`, on the real classes, inside mini-batches."""
 
 from types import SimpleNamespace
 
@@ -8,8 +8,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl_batches import installed, padded_batch
-
-from megatron_balance import BalanceError
 
 DP_SIZE = 4
 LENGTHS = np.clip(np.random.default_rng(7).lognormal(5, 1, 64), 1, 2000).astype(np.int64)
@@ -97,25 +95,10 @@ def test_the_rows_after_the_last_full_mini_batch_are_kept():
     assert len(rows) == 56
 
 
-@pytest.mark.parametrize("order", ["in a row", "interleaved"])
-def test_the_prefix_grouper_gets_whole_uids(order):
-    """uids that come again are one group: with 16 uids of 4 rows and 8 uids a mini-batch, 2 a rank in each."""
-    uids = np.repeat(np.arange(16), 4) if order == "in a row" else np.tile(np.arange(16), 4)
-    trainer = trainer_of(ppo_mini_batch_size=8, rollout_n=4, use_prefix_grouper=True)
+def test_batches_of_the_prefix_grouper_are_verls():
+    """It keeps the rows of a uid together; uids that ranks do not divide are refused in verl's words."""
+    trainer, uids = trainer_of(ppo_mini_batch_size=8, rollout_n=4, use_prefix_grouper=True), np.repeat(np.arange(16), 4)
     rows, _ = balance(trainer, uids=uids)
-    for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=32)):
-        held = [uids[part].tolist() for part in of_ranks]
-        # Each rank has two uids, whole, each in one run.
-        assert all(part[0] == part[3] != part[4] == part[7] for part in held)
-        assert {uid for part in held for uid in part} == set(range(8 * index, 8 * index + 8))
-
-
-@pytest.mark.parametrize(
-    ("uids", "prompts"),
-    [(np.repeat(np.arange(16), 4), 6), (np.minimum(np.arange(64) // 4, 14), 16)],
-    ids=["six uids a mini-batch", "a uid of eight rows"],
-)
-def test_a_uid_that_verl_would_split_is_named(uids, prompts):
-    trainer = trainer_of(ppo_mini_batch_size=prompts, rollout_n=4, use_prefix_grouper=True)
-    with pytest.raises(BalanceError, match="ppo_mini_batch_size"):
-        balance(trainer, uids=uids)
+    assert all(len(set(uids[part])) == 4 for part in rows.reshape(DP_SIZE, -1))
+    with pytest.raises(ValueError, match="num_uid_groups"):
+        balance(trainer, uids=np.minimum(uids, 14))

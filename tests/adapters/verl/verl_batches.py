@@ -15,7 +15,7 @@ HEAVY_TAIL = (512, 480, 3, 40, 77, 130, 9, 300, 64, 25)
 @contextmanager
 def installed(model=None, **options):
     """The adapter in verl, undone at the end."""
-    adapter = verl.install(model, **options)
+    adapter = verl.install(model=model, **options)
     try:
         yield
     finally:
