@@ -1,28 +1,18 @@
 """slime adapter: the schedule of a rollout batch (THUDM/slime) is made by `build_data_schedule`.
 
-    from megatron_balance.adapters import slime
-    patches = slime.install()      # in the driver, before RolloutManager is started
-    patches.undo()
+`install()` in the driver, before RolloutManager starts, or `python -m megatron_balance.adapters.slime train.py ARGS`.
+slime's own flags turn balancing on: without `--balance-data` or `--balance-by-flops` its own function runs.
 
-or, with nothing to edit, `python -m megatron_balance.adapters.slime train.py ARGS`. slime's own flags turn balancing
-on: without `--balance-data` or `--balance-by-flops` its own function runs.
+Rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped; every step is
+planned; the plan is put into slime's order and into positions of the rollout batch.
 
-    1. rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped
-    2. every step is planned: balanced micro-batches, balanced ranks
-    3. the plan is put into slime's order and into positions of the rollout batch
-
-Invariants (slime's own, from the module docstring of slime/utils/dp_schedule.py, and more):
-
-    - every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group
-    - no micro-batch of two samples or more is over the cap
-    - every kept sample is placed once
-    - `micro_batch_indices` of a rank, flattened, are `range(len(partition))`; no micro-batch is empty
-    - ranks come costliest first in a step, as largest differencing leaves them, the micro-batches of a rank
-      cheapest first, or in the pipeline's order
+Invariants: every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group, none empty;
+none of two samples or more is over the cap; every kept sample is placed once; `micro_batch_indices` of a rank,
+flattened, are `range(len(partition))`; ranks come costliest first in a step, as largest differencing leaves them, the
+micro-batches of a rank cheapest first, or in the pipeline's order.
 
 slime's trainer cannot run an empty micro-batch. A step with fewer samples than its plan has micro-batches (five samples
-that fill one each, on four ranks) is slime's own: one process plans for all ranks, so all take it. Where slime fails as
-well, a BalanceError says what to change, before any data is sent.
+that fill one each, on four ranks) is slime's own: one process plans for all ranks, so all take it.
 
 `RolloutManager` is a Ray actor. Its class is pickled by value when the first one starts, with what its module has
 bound by then. Ray pickles a function with an importable name by that name, so what is bound is a `partial`.

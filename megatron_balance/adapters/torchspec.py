@@ -246,11 +246,8 @@ def _data_lengths(samples: Sequence[Any]) -> list[int]:
 def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int = 0) -> list[list[int]]:
     """Positions of the samples that each rank gets, as many each, in order of arrival: `[dp_size]` lists.
 
-    padded  the samples are sorted by length and cut into runs: the sum of the ranks' padded tokens is the least
-            possible, and the slowest rank, the one with the longest sample, is no slower than that sample requires.
-            The rank with the longest run changes from turn to turn, so that none is the slowest of all micro-batches
-            of a step.
-    tokens  ranks get nearly the same number of tokens, by the planner's partition
+    By `tokens` ranks get nearly the same number. `padded` sorts by length and cuts runs, which pad the least possible;
+    the rank with the longest run changes from turn to turn, so that none is the slowest of all micro-batches of a step.
     """
     if cost == "padded":
         count = len(lengths) // dp_size
@@ -264,17 +261,12 @@ def bucketed_order(
 ) -> NDArray[np.int64]:
     """An order `[num_samples]` of all samples in which batches hold samples of similar lengths.
 
-    1. the samples that no whole batch needs are drawn at random and come last
-    2. samples are shuffled and then sorted by length, so that equal lengths are in random order
-    3. the order is cut into buckets of whole batches; each bucket is shuffled and cut into batches
-    4. the batches are shuffled
+    Samples are sorted by length and cut into buckets of whole batches; each bucket is shuffled and cut into batches,
+    which are shuffled. Those that no whole batch needs are drawn at random and come last. A run that has consumed n
+    samples resumes at `order[n:]`.
 
     Bias: a batch is no longer a fair draw. Its mean length drifts from that of the data, and with it the tokens of a
-    step, the kind of text and the gradient's scale. A bucket of more batches drifts less and pads more; one bucket is a
-    plain shuffle. With `--calculate-per-token-loss` each token still counts the same over an epoch.
-
-    The order depends on lengths, seed, epoch and sizes alone, so a run that has consumed n samples resumes at
-    `order[n:]`.
+    step, the kind of text and the gradient's scale. A bucket of more batches drifts less and pads more.
     """
     tokens = as_integers(lengths, name="lengths")
     num_batches = tokens.size // batch_size
@@ -290,22 +282,11 @@ def bucketed_order(
 
 
 class DispatchWindow:
-    """Chooses what leaves the controller's pool.
-
-        1. the oldest `window * dispatch_batch_size` samples are looked at
-        2. those that are `MAX_DELAY_WINDOWS * window` dispatches late leave; there are few
-        3. the oldest sample leaves
-        4. with it leaves the run of neighbours in the order of length that pads the least
+    """Chooses what leaves the controller's pool: with the oldest sample the neighbours in length that pad the least.
 
     Invariants: every sample leaves exactly once, at most `max_delay` dispatches after its turn in order of arrival;
     what leaves depends on lengths and order of arrival alone. The pool is always in order of arrival: samples come in
     at its end, and those that stay keep their order.
-
-    Attributes:
-        capacity: samples to choose among.
-        max_delay: dispatches that a sample leaves after its turn in order of arrival, at most.
-        max_delay_seen: the latest so far.
-        num_held_calls: calls for a dispatch that waited for more samples.
     """
 
     def __init__(self, window: int, *, dispatch_batch_size: int) -> None:
