@@ -19,12 +19,12 @@ class RefusedError(BalanceError):
     """Flags that do not go together, found while they are parsed: the launchers print the message alone."""
 
 
-def check_integer(name: str, value: object, *, least: int = 1) -> int:
+def check_integer(name: str, value: object, *, minimum: int = 1) -> int:
     """The value as an int, be it numpy's; raises BalanceError where it is a boolean, no integer or too small."""
     try:
         number = None if isinstance(value, bool) else operator.index(cast("SupportsIndex", value))
     except TypeError:
         number = None
-    if number is None or number < least:
-        raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {least}.")
+    if number is None or number < minimum:
+        raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {minimum}.")
     return number

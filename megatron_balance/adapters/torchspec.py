@@ -108,10 +108,8 @@ def install(
 
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
-
-    rows = [
-        (_partition_results, "results", "gives the samples of a dispatch to ranks in turn, whatever their lengths"),
-    ]
+    reason = "gives the samples of a dispatch to ranks in turn, whatever their lengths"
+    rows: list[tuple[Function, str, str]] = [(_partition_results, "results", reason)]
     if settings.approach != "A" and settings.window > 1:
         rows.append((try_dispatch_batch, "", "takes the oldest samples of the pool"))
         rows.append((get_status, "", "reports what the choice delays"))

@@ -101,11 +101,11 @@ class CostModel:
     def __post_init__(self) -> None:
         costs = self.coefficients()
         for name, value in costs.items():
-            object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, least=0))
+            object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, minimum=0))
         windows = tuple(
             (
                 check_integer("a window of CostModel.windows", window),
-                check_integer(f"CostModel.windows[{window}]", cost, least=0),
+                check_integer(f"CostModel.windows[{window}]", cost, minimum=0),
             )
             for window, cost in self.windows
         )

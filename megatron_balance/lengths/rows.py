@@ -132,7 +132,7 @@ def synthetic_lengths(name: str, *, num_samples: int, seed: int = 0) -> NDArray[
     mixture = SYNTHETIC_LENGTHS.get(name)
     if mixture is None:
         raise BalanceError(f"No synthetic lengths are named {name!r}; there are {', '.join(SYNTHETIC_LENGTHS)}.")
-    num_samples, seed = check_integer("num_samples", num_samples), check_integer("seed", seed, least=0)
+    num_samples, seed = check_integer("num_samples", num_samples), check_integer("seed", seed, minimum=0)
     if num_samples > MAX_LENGTHS:
         raise BalanceError(f"num_samples is {num_samples}: at most {MAX_LENGTHS} samples are drawn.")
     generator = np.random.default_rng(seed)

@@ -55,7 +55,7 @@ def check_sizes(shape: Any) -> None:
     for field in fields(shape):
         if field.type in (int, "int"):  # an annotation is evaluated or not
             name, value = f"{type(shape).__name__}.{field.name}", getattr(shape, field.name)
-            object.__setattr__(shape, field.name, check_integer(name, value, least=int(field.default != 0)))
+            object.__setattr__(shape, field.name, check_integer(name, value, minimum=int(field.default != 0)))
 
 
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:

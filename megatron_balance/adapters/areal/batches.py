@@ -119,34 +119,26 @@ def sequence_lengths(batch: Mapping[str, Any]) -> list[int]:
     return torch.where(mask != 0, positions, 0).amax(dim=1).tolist() if mask.shape[1] else [0] * len(mask)
 
 
-def _has_entry_a_token(value: object, *, mask: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == mask.shape
-
-
 def trimmed(batch: Mapping[str, Any]) -> Batch:
-    """The batch without the columns of padding that none of its sequences uses; other values are the same objects."""
-    mask, longest = batch[MASK], max(sequence_lengths(batch))
-    return {
-        name: value[:, :longest] if _has_entry_a_token(value, mask=mask) else value for name, value in batch.items()
-    }
+    """The batch without the columns of padding that none of its sequences uses."""
+    return _cut(batch, slice(None), max(sequence_lengths(batch)))
 
 
 def _split(batch: Mapping[str, Any]) -> list[Batch]:
     """One batch of a single sequence, without padding, for each."""
+    return [_cut(batch, slice(index, index + 1), length) for index, length in enumerate(sequence_lengths(batch))]
+
+
+def _cut(batch: Mapping[str, Any], sequences: slice, length: int) -> Batch:
     mask = batch[MASK]
 
-    def part(value: Any, index: int, length: int) -> Any:
-        if _has_entry_a_token(value, mask=mask):
-            return value[index : index + 1, :length]
-        is_tensor = isinstance(value, Tensor) and value.dim() > 0
-        if (is_tensor or isinstance(value, list)) and len(value) == len(mask):
-            return value[index : index + 1]
-        return value
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[:2] == mask.shape:
+            return value[sequences, :length]
+        has_axis = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
+        return value[sequences] if has_axis and len(value) == len(mask) else value
 
-    return [
-        {name: part(value, index, length) for name, value in batch.items()}
-        for index, length in enumerate(sequence_lengths(batch))
-    ]
+    return {name: cut(value) for name, value in batch.items()}
 
 
 def _join(batches: Sequence[Mapping[str, Any]]) -> Batch:

@@ -212,7 +212,8 @@ def _rolled_out_by_one(options: ArealOptions, method: Function) -> Function:
         if not hasattr(self, "_balance_waiting_group"):
             timeout = timedelta(hours=options.max_wait_hours)
             self._balance_waiting_group = dist.new_group(backend="gloo", timeout=timeout)
-        wait = functools.partial(_agreed, group=self._balance_waiting_group)
+        waiting_group: Any = self._balance_waiting_group
+        wait = functools.partial(_agreed, group=waiting_group)
         if not engine.is_data_parallel_head():
             # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
             wait(None)

@@ -61,7 +61,7 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     to_dict = getattr(model, "to_dict", None)
     model = model if to_dict is None else to_dict()
     if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
-        return CostModel(linear=check_integer(FACTOR_KEY, model[FACTOR_KEY], least=0), quadratic=1)
+        return CostModel(linear=check_integer(FACTOR_KEY, model[FACTOR_KEY], minimum=0), quadratic=1)
     if model is not None and not isinstance(model, (str, Path, Mapping, ModelShape)):
         raise BalanceError(
             f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."

@@ -43,6 +43,7 @@ def test_steps_hold_whole_groups_and_every_sample_once(groups, global_batch_size
 def test_a_global_batch_size_that_cannot_be_is_named(size):
     with pytest.raises(BalanceError, match="global_batch_size is"):
         split_rollout([1, 2], global_batch_size=size)
+    assert len(split_rollout([1, 2], global_batch_size=np.int64(1))) == 2
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=30), st.integers(1, 6))
