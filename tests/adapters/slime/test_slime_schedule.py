@@ -67,8 +67,8 @@ def slots_of(schedule: Any) -> list[list[list[int]]]:
 
 
 def costs(schedule: Any, lengths: list[int], cost: CostModel = QWEN3_4B) -> np.ndarray:
-    """`[dp_size, num_microbatches]`."""
-    return np.array([[sum(cost(lengths[s]) for s in held) for held in slots] for slots in slots_of(schedule)])
+    """`[dp_size, num_microbatches]`, without the work of experts that a group shares."""
+    return np.array([[sum(cost.local_cost(lengths[s]) for s in ids) for ids in slots] for slots in slots_of(schedule)])
 
 
 def over_mean(of_ranks: np.ndarray) -> float:
