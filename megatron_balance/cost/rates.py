@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 
 ATTENTION_RATES = {("dense", "bf16"): 0.6, ("dense", "fp8"): 0.4, ("moe", "bf16"): 2.0, ("moe", "fp8"): 2.0}
@@ -132,11 +134,13 @@ def resolve_cost(
     model_parallel_size: int = 1,
     attention_rate: float = 1.0,
     pack_tokens: int = 0,
+    layout: PipelineLayout | None = None,
 ) -> CostModel:
     """Resolves `--cost`: `tokens`, `flops` or a seconds.json; by default flops where there is a model, else tokens.
 
     `model_parallel_size`, tensor- times context-parallel ranks, is for the seconds of a file, which are those of one;
-    `attention_rate`, of attention over all else, and `pack_tokens` of a full pack for FLOPs.
+    `attention_rate`, of attention over all else, and `pack_tokens` of a full pack for FLOPs. `layout` of the model's
+    pipeline stages: seconds are shared among them as FLOPs are; tokens equally.
     """
     if cost is None:
         cost = "tokens" if model is None else "flops"
@@ -148,10 +152,15 @@ def resolve_cost(
                 "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
                 "or a preset (compare --help)."
             )
-        shape = find_shape(model)
-        return CostModel.from_shape(shape, ep_size=ep_size, attention_tflops=attention_rate, pack_tokens=pack_tokens)
+        return CostModel.from_shape(
+            find_shape(model), ep_size=ep_size, attention_tflops=attention_rate, pack_tokens=pack_tokens, layout=layout
+        )
     if isinstance(cost, str) and cost.endswith(".json"):
         cost = Calibration.read(Path(cost))
     if isinstance(cost, Calibration):
-        return cost.cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
+        stages = None
+        if layout is not None and model is not None:
+            stages = CostModel.from_shape(find_shape(model), ep_size=ep_size, layout=layout).stages
+        seconds = cost.cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
+        return replace(seconds, stages=stages)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")

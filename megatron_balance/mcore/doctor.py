@@ -163,13 +163,16 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
     yield from (Finding(True, caution, is_note=True) for caution in cautions(args))
     # A checkpoint's own arguments are read when the run begins.
     if not broken and not args.use_checkpoint_args:
+        knows_vocabulary = bool(args.vocab_size)
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it
         args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
             topology = topology_of(options)
             num_files = files_needed(topology.num_sockets)
             yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {num_files}")
-            run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
+            costs = run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
+            if costs.advice and knows_vocabulary:
+                yield Finding(True, costs.advice, is_note=True)
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]

@@ -64,20 +64,22 @@ class PipelineLayout:
             shape: the model. `|` in its hybrid pattern separates chunks.
         """
         stages = options.get("pipeline_model_parallel_size") or 1
-        num_chunks = stages * (options.get("virtual_pipeline_model_parallel_size") or 1)
+        # Validation moves the second name to the first, and counts the chunks of layouts and patterns itself.
+        names = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+        vpp_size = next((options[name] for name in names if options.get(name)), 1)
         layout, pattern = options.get("pipeline_model_parallel_layout"), shape.hybrid_layer_pattern.split("/")[0]
         mtp_chunk = -1
         if layout:
             layout = getattr(layout, "input_data", layout)  # a TransformerConfig has parsed it
             rows = _expand(layout).split("|") if isinstance(layout, str) else layout
-            names = [[str(getattr(layer, "name", layer)) for layer in row] for row in rows]
-            num_layers = [row.count("t") + row.count("decoder") for row in names]
-            mtp_chunk = next((chunk for chunk, row in enumerate(names) if {"m", "mtp"} & {*row}), -1)
+            kinds = [[str(getattr(layer, "name", layer)) for layer in row] for row in rows]
+            num_layers = [row.count("t") + row.count("decoder") for row in kinds]
+            mtp_chunk = next((chunk for chunk, row in enumerate(kinds) if {"m", "mtp"} & {*row}), -1)
         elif "|" in pattern:
             num_layers = [len(segment) for segment in pattern.split("|")]
         else:
-            num_layers = _split(options, shape.num_layers, stages=stages, num_chunks=num_chunks)
-        if stages == 1 or len(num_layers) != num_chunks or sum(num_layers) != shape.num_layers or min(num_layers) < 0:
+            num_layers = _split(options, shape.num_layers, stages=stages, num_chunks=stages * vpp_size)
+        if stages == 1 or len(num_layers) % stages or sum(num_layers) != shape.num_layers or min(num_layers) < 0:
             return None
         return cls(stages, tuple(num_layers), mtp_chunk)
 

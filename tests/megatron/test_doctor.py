@@ -154,6 +154,7 @@ def test_open_files_are_compared_with_what_the_flags_need(
         ),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
         (f"{BALANCED} --balance-by-flops", []),
+        (f"{BALANCED} --balance-by-flops --pipeline-model-parallel-size 2 --vocab-size 9999", []),
         ("--lr 1e-3", []),
     ],
 )
@@ -164,6 +165,8 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
     assert len(found) == len(expected)
     for problem, words in zip(found, expected, strict=True):
         assert words in problem
+    advice = [line for line in lines if "pipeline stage 2 of 2 computes" in line]
+    assert [line.split(":")[0].split()[0] for line in advice] == ["note"] * ("pipeline" in flags)
     if "parser refuses" not in "".join(expected):
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
 

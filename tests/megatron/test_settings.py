@@ -5,6 +5,7 @@ It reads below the public names: a run has no name for its settings, and shows m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_options import BALANCED, EXPERTS, PACKED, parsed
 from megatron_balance import CostModel, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of
+from megatron_balance.model.layout import PipelineLayout
 
 SHAPE = ModelShape.preset("Qwen3-8B")
 WITHIN, BETWEEN = 0.0087, 0.078
@@ -105,6 +107,26 @@ def test_measured_seconds_are_shared_by_the_ranks_of_a_sample(tmp_path: Path, fl
     Calibration(costs, held_out_error=None).write(file)
     model = settings(f"{PACKED} {flags} --balance-cost {file}").costs.model
     assert (model.linear, model.quadratic, model.per_microbatch) == (4000 / sharing, 400 / sharing, 9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("", (18, 18)),
+        ("--decoder-last-pipeline-num-layers 16", (20, 16)),
+        ("--pipeline-model-parallel-layout Et*10|t*10|t*10|t*6,L", (10, 10, 10, 6)),
+    ],
+)
+def test_stages_cost_what_their_layers_do(tmp_path: Path, flags: str, layers: tuple[int, ...]) -> None:
+    flags = f"{PACKED} --pipeline-model-parallel-size 2 {flags}"
+    validated = {"virtual_pipeline_model_parallel_size": len(layers) // 2}
+    stages = CostModel.from_shape(SHAPE, layout=PipelineLayout(2, layers)).stages
+    file, costs = tmp_path / "seconds.json", CostModel(linear=4000, quadratic=400)
+    Calibration(costs, held_out_error=None).write(file)
+    by_flops = settings(f"{flags} --balance-cost flops --balance-attention-rate 1", **validated)
+    assert by_flops.costs.model.stages == stages
+    assert settings(f"{flags} --balance-cost {file}", **validated).costs.model == replace(costs, stages=stages)
+    assert settings(f"{flags} --balance-cost tokens", **validated).costs.model == CostModel.tokens()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +23,11 @@ from megatron_balance.cost.rates import (
     resolve_cost,
     resolve_exchange,
 )
+from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.mcore.setup.rules import Options, cautions, has_delta_net, holds
+from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import ranks_of_node
 from megatron_balance.topology import Limits, Topology
@@ -33,13 +37,15 @@ from megatron_balance.topology import Limits, Topology
 class RunCosts:
     """The cost of a sample: tokens, the FLOPs of its model, or the seconds of `--balance-cost`; lines for the log.
 
-    `attention_rate` is that which FLOPs are weighed by, None for other costs.
+    `attention_rate` is that which FLOPs are weighed by, None for other costs; `advice` on the split of layers into
+    pipeline stages is for `doctor`.
     """
 
     model: CostModel
     name: str = "tokens"
     attention_rate: float | None = None
     log_lines: tuple[str, ...] = field(default=(), repr=False)
+    advice: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +167,15 @@ def run_costs(
         return RunCosts(CostModel.tokens(), log_lines=(line,) if topology.dynamic_cp else ())
     log_lines: list[str] = []
     calibration = rate = None
+    advice = ""
     if name != "flops":
         calibration = Calibration.read(Path(name))
         # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
         sharing = topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
-        cost = resolve_cost(calibration, ep_size=topology.ep_size, model_parallel_size=sharing)
+        stages: dict[str, Any] = {}
+        with suppress(BalanceError):  # equal parts where FLOPs are not known
+            stages = _stages(options, shape) if topology.pp_size > 1 else {}
+        cost = resolve_cost(calibration, ep_size=topology.ep_size, model_parallel_size=sharing, **stages)
         if notice := calibration.extrapolation(options.get("seq_length") or 0):
             log_lines = [f"WARNING: --balance-cost {name}: {notice}"]
     elif cost is None:
@@ -175,9 +185,17 @@ def run_costs(
             reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
         log_lines = [f"FLOPs count attention at {rate:g} times the rate of all else: {reason}."]
         pack_tokens = (options.get("max_tokens_per_gpu") or 0) * topology.cp_size
-        cost = resolve_cost(
-            "flops", model=shape(), ep_size=topology.ep_size, attention_rate=rate, pack_tokens=pack_tokens
-        )
+        flops: dict[str, Any] = {"ep_size": topology.ep_size, "attention_rate": rate, "pack_tokens": pack_tokens}
+        stages = _stages(options, shape)
+        cost = resolve_cost("flops", **flops, **stages)
+        if stages["layout"] is not None:
+            model, lengths = stages["model"], [options.get("seq_length") or pack_tokens]
+            advice = split_advice(
+                lambda layout: resolve_cost("flops", **flops, model=model, layout=layout),
+                layout=stages["layout"],
+                shape=model,
+                lengths=lengths,
+            )
     exchange = 0
     if topology.dynamic_cp:
         link, assumption = _assumed_link(topology)
@@ -193,7 +211,13 @@ def run_costs(
         fraction = f"{exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
         log_lines.insert(0, f"{receiving}: {fraction}, {source}.")
     name = "flops" if calibration is None else "seconds"
-    return RunCosts(replace(cost, cp_exchange=exchange), name, rate, tuple(log_lines))
+    return RunCosts(replace(cost, cp_exchange=exchange), name, rate, tuple(log_lines), advice)
+
+
+def _stages(options: Options, shape: Callable[[], ModelShape]) -> dict[str, Any]:
+    """The model, and the layout of its pipeline stages; None for one stage."""
+    model = shape()
+    return {"model": model, "layout": PipelineLayout.from_options(options, shape=model)}
 
 
 def _assumed_link(topology: Topology) -> tuple[float, str]:
