@@ -4,6 +4,7 @@ A fenced block is one of
     python          run; the blocks of a page share their names, as a reader's session would
     bash            only `megatron-balance …` and comments: every command runs, on small inputs made here
     text            what the block before it prints
+    pycon           on the page of Python: doctests, in one session
     python no-run   needs GPUs, another system or minutes; counted below, so that none is marked in passing
     bash no-run     likewise
 Indented blocks are formulas in docs/, commands on the adapters' page and in the README.
@@ -15,8 +16,10 @@ import argparse
 import ast
 import doctest
 import importlib
+import inspect
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -48,7 +51,7 @@ NOT_RUN = {"adapters.md": 1, "quickstart.md": 2, "megatron.md": 5, "loops.md": 4
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU, another system."""
 
 FENCED = r"^```(.*)\n((?:.*\n)*?)```$"
-LANGUAGES = {"python", "bash", "text", "python no-run", "bash no-run"}
+LANGUAGES = {"python", "bash", "text", "pycon", "python no-run", "bash no-run"}
 
 
 class Block(NamedTuple):
@@ -90,7 +93,7 @@ def figures_of(line: str) -> str:
 def with_code() -> Iterator[object]:
     """Pages whose blocks run; `doctor` imports Megatron, which takes five seconds."""
     for page in [*PAGES, README]:
-        if any("no-run" not in block.language for block in blocks(page)):
+        if any(block.language in ("python", "bash", "text") for block in blocks(page)):
             slow = any(re.match("megatron-balance doctor", block.code) for block in blocks(page))
             yield pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if slow else [])
 
@@ -294,9 +297,32 @@ def test_examples_in_docstrings(path: Path) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+API = DOCS / "api.md"
+SESSION = """
+import doctest, sys, cpu_shim
+cpu_shim.enable_cpu()
+sys.exit(doctest.testfile(sys.argv[1], module_relative=False, optionflags=doctest.ELLIPSIS).failed)
+"""
+
+
+def test_examples_of_the_python_page(tmp_path: Path) -> None:
+    """Each public name has one, in its docstring or below it. In a process of its own: they make a group and hooks."""
+    for part in API.read_text().split("::: megatron_balance.")[1:]:
+        home, _, name = part.split()[0].rpartition(".")
+        item = getattr(importlib.import_module(f"megatron_balance.{home}"), name)
+        examples = [inspect.getdoc(member) or "" for member in (item, *vars(item).values())]
+        assert ">>>" in part or any(">>>" in example for example in examples), f"{name} has no example"
+    page = tmp_path / "api.md"
+    page.write_text(re.sub(r"^```.*$", "", API.read_text(), flags=re.MULTILINE))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "kit")])
+    command = [sys.executable, "-W", "ignore", "-c", SESSION, str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout
+
+
 def test_python_page_has_every_public_name_where_it_is() -> None:
     """Fault: a class moved, and only a build of the site, which no test makes, found it."""
-    named = re.findall(r"^::: megatron_balance\.([\w.]+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    named = re.findall(r"^::: megatron_balance\.([\w.]+)$", API.read_text(), flags=re.MULTILINE)
     assert {name.rpartition(".")[2] for name in named} >= set(megatron_balance.__all__) - {"__version__"}
     for name in named:
         home, _, attribute = name.rpartition(".")
