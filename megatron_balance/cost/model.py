@@ -210,7 +210,7 @@ class CostModel:
     def total_cost(self, lengths: Any) -> Any:
         """Cost of samples with the work of routed experts; `lengths` as for `local_cost`.
 
-        Example:
+        Examples:
             >>> CostModel(linear=2, expert_linear=3).total_cost(10)
             50
         """
@@ -225,7 +225,7 @@ class CostModel:
         Returns:
             An integer, or an array of the same shape: int64, or Python's integers where these do not fit.
 
-        Example:
+        Examples:
             >>> CostModel(linear=2, expert_linear=3).local_cost(np.array([10, 20])).tolist()
             [20, 40]
         """
@@ -242,7 +242,7 @@ class CostModel:
     def by_kind(self) -> tuple[CostModel, ...]:
         """What the model would cost if all its chunks were of each kind, in units of 1/1024; itself without `stages`.
 
-        Example:
+        Examples:
             >>> kinds = (CostModel(linear=1), CostModel(linear=3))
             >>> [cost(10) for cost in CostModel(linear=7, stages=StageCosts(((0,), (1,)), kinds)).by_kind()]
             [35840, 107520]

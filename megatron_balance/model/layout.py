@@ -32,7 +32,7 @@ class PipelineLayout:
     Raises:
         BalanceError: the chunks are no multiple of the stages.
 
-    Example:
+    Examples:
         >>> PipelineLayout.even_split(10, pp_size=4).num_layers  # the last stage has the output layer as well
         (3, 3, 2, 2)
     """

@@ -80,7 +80,7 @@ class Assignment(Problem):
     def metrics(self, *, cost_model: CostModel | None = None, objective: str | None = None) -> ScheduleMetrics:
         """Figures of the assignment, by another cost model or objective than its own where given.
 
-        Example:
+        Examples:
             >>> from megatron_balance import CostModel, Limits, Topology, build_data_schedule
             >>> schedule = build_data_schedule(
             ...     [7, 5, 4, 4], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(16)
@@ -126,7 +126,7 @@ class DataSchedule(Assignment):
         limits: token or sample cap of a micro-batch.
         cost_model: cost of a sample.
 
-    Example:
+    Examples:
         >>> from megatron_balance import CostModel, Limits, Topology, build_data_schedule
         >>> schedule = build_data_schedule(
         ...     [7, 5, 4, 4], cost_model=CostModel.tokens(), topology=Topology(2), limits=Limits(16)
