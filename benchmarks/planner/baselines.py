@@ -26,7 +26,7 @@ Baseline = Callable[[NDArray[np.int64], Setup], Ranks]
 
 
 def first_fit(tokens: Sequence[int], *, capacity: int, decreasing: bool = False) -> list[list[int]]:
-    """Each item into the first bin that has room for it, in arrival or by falling size; a larger one fills a bin."""
+    """Each item into the first bin that has room for it, in arrival or by descending size; a larger one fills a bin."""
     order = sorted(range(len(tokens)), key=lambda item: -tokens[item]) if decreasing else range(len(tokens))
     bins: list[list[int]] = []
     room: list[int] = []
@@ -134,7 +134,7 @@ def equal_size_kk(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[in
     """Equal-size Karmarkar-Karp over ranks, then free Karmarkar-Karp into micro-batches on each rank.
 
     Every rank makes as many micro-batches as the one with most tokens needs; nothing holds them to the cap
-    (verl before 0.9.1; the row of its wheel shows what a strict cap changes). Micro-batches meet by falling
+    (verl before 0.9.1; the row of its wheel shows what a strict cap changes). Micro-batches meet by descending
     cost, which is the best order for this row. recsys-examples' shuffler is the first half alone. Source:
     verl, `verl/utils/seqlen_balancing.py`; recsys-examples, `karmarkar_karp(..., equal_size=True)`.
     """
@@ -151,9 +151,9 @@ def equal_size_kk(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[in
 
 
 def lpt(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
-    """Samples by falling FLOPs to the rank with least; first-fit decreasing under the cap on each rank.
+    """Samples by descending FLOPs to the rank with least; first-fit decreasing under the cap on each rank.
 
-    Ranks with fewer micro-batches than others split their fullest. Micro-batches meet by falling FLOPs.
+    Ranks with fewer micro-batches than others split their fullest. Micro-batches meet by descending FLOPs.
     Source: R. L. Graham 1969; TorchSpec's approach A, without its count cap.
     """
     tokens, flops = setup.padded(lengths), setup.flops(lengths)
