@@ -86,6 +86,11 @@ class Topology:
         return self.dp_size * self.cp_size
 
     @property
+    def model_parallel_size(self) -> int:
+        """Ranks of a pipeline stage that share a sample's cost; with dynamic sizes those of a DP×CP rank."""
+        return self.tp_size * (1 if self.dynamic_cp else self.cp_size)
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of the run. Experts are spread over those that are there already."""
         return self.dp_cp_size * self.tp_size * self.pp_size

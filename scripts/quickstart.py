@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from training_run import ALLOWANCES, ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, share_a_core, train
 
 from megatron_balance import CostModel
-from megatron_balance.cli.screen import print_table
+from megatron_balance.cli.terminal import print_table
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.hooking import quiet_imports
 from megatron_balance.record import RunRecord, StepRecord, line_of, read_record, text_of

@@ -473,7 +473,7 @@ def test_a_record_keeps_who_loaded_what_until_ranks_change(tmp_path: Path) -> No
         # Fault: options that did nothing here were ignored in silence.
         (["synthetic:gsm8k_sft", *BATCH, "--algorithm", "foo", "--recompute"], "unrecognized arguments: --algorithm"),
         (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
-        (["synthetic:gsm8k_sft", *BATCH, "--global-batch-size", "250"], "is no multiple of --dp-size 4"),
+        (["synthetic:gsm8k_sft", *BATCH, "--global-batch-size", "250"], "is not a multiple of --dp-size 4"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen/Qwen9-8B"], "give the path of its config.json"),
         (["synthetic:gsm8k_sft", *BATCH, "--model", "hidden_size=64"], "is missing in the sizes of --model"),
         (["synthetic:gsm8k_sft", *BATCH, "--seq-length", "64"], "--data is samples: leave out --seq-length"),

@@ -126,7 +126,7 @@ def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.C
 def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, longest, noise, said in (
         ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),
-        ("noisy", 4000, 0.8, "Warning: predicted speeds may be as much off"),
+        ("noisy", 4000, 0.8, "Warning: large error"),
     ):
         record = write_record(tmp_path / name, Topology(4), num_steps=3, longest=longest, noise=noise)
         assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0

@@ -245,10 +245,10 @@ def test_outputs_replace_no_input(tmp_path: Path, refused: Callable[..., str]) -
     link, target = tmp_path / "out.json", tmp_path / "target.json"
     link.symlink_to(target)
     before = lengths.read_bytes(), (record / "plan.jsonl").read_bytes()
-    assert "no earlier output" in refused("compare", lengths, *FLAGS, "--json", lengths)
-    assert "is read: name another file" in refused("report", record, "--out", record / "plan.jsonl")
-    assert "no earlier output" in refused("fit", record, "--out", record / "seconds_rank00000.jsonl")
-    assert "no earlier output" in refused("report", record, "--out", page)
+    assert "not an earlier output" in refused("compare", lengths, *FLAGS, "--json", lengths)
+    assert "an input of this command: name another file" in refused("report", record, "--out", record / "plan.jsonl")
+    assert "not an earlier output" in refused("fit", record, "--out", record / "seconds_rank00000.jsonl")
+    assert "not an earlier output" in refused("report", record, "--out", page)
     refused("compare", tmp_path / "missing.npz", *FLAGS, "--json", link)
     assert (lengths.read_bytes(), (record / "plan.jsonl").read_bytes()) == before
     assert link.is_symlink()

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_balance.cli import main, screen
+from megatron_balance.cli import main, terminal
 
 PICTURE = Path(__file__).with_suffix(".svg")
 COMMAND = (
@@ -30,7 +30,7 @@ class Terminal(Console):
 def picture() -> str:
     """The terminal after the command; the milliseconds of a plan are those of this machine."""
     console = Terminal(record=True, width=126, file=io.StringIO(), force_terminal=True)
-    screen._rich = lambda stream: console if stream is sys.stdout else None  # a bar would stay in the picture
+    terminal._rich = lambda stream: console if stream is sys.stdout else None  # a bar would stay in the picture
     console.print(f"$ megatron-balance {COMMAND}", style="bold cyan", highlight=False)
     assert main(COMMAND.split()) == 0
     svg = console.export_svg(title="megatron-balance compare", clear=False)

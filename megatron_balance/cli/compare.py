@@ -1,4 +1,4 @@
-"""Compare every policy on your lengths, before any training or on a run that was recorded.
+"""The subcommand `compare`: its flags, its table and its file.
 
 Each policy plans the same global batches, and one cost model judges them all. Times are predicted from these plans:
 optimiser and data loading are not in them, nor any communication but that of context-parallel ranks.
@@ -10,37 +10,31 @@ import argparse
 import contextlib
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_balance.cli.costs import Costs
-from megatron_balance.cli.data import MAX_SAMPLES, batches_of_rows, rows_to_plan
-from megatron_balance.cli.flags import STANDARD_OUTPUT, count, integer, output_file
-from megatron_balance.cli.policies import Policy, PolicyResult, Question, recommend
-from megatron_balance.cli.screen import in_a_line, print_table, progress, say
+from megatron_balance.cli.advice import recommend
+from megatron_balance.cli.costs import CompareCosts
+from megatron_balance.cli.data import MAX_SAMPLES, ranks_and_cap, read_batches
+from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
+from megatron_balance.cli.terminal import (
+    STANDARD_OUTPUT,
+    count,
+    in_a_line,
+    integer,
+    output_file,
+    print_table,
+    progress,
+    say,
+)
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MEGATRON_SEED, STOCKS, SYNTHETIC_LENGTHS
 from megatron_balance.model.hf_config import PRESETS
-from megatron_balance.record import (
-    MAX_GPUS,
-    MAX_STAGES,
-    RunRecord,
-    StepRecord,
-    is_record,
-    line_of,
-    read_record,
-    text_of,
-)
-from megatron_balance.record.step import round_robin
-from megatron_balance.topology import Limits, Topology
-
-FEW_TOKENS = 10  # on average, below which the lengths are doubted
+from megatron_balance.record import is_record, line_of, read_record, text_of
 
 _EPILOG = f"""\
 lengths, in the order of training:
@@ -121,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print, and write the file asked for."""
+    """Compare every policy on your lengths, before any training or on a run that was recorded."""
     to_stdout = args.json == STANDARD_OUTPUT
     with contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext():
         content = _compare(args)
@@ -135,133 +129,63 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> bytes:
     """Compare and print; the result is what --json writes."""
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
-    topology, limits = _ranks_and_cap(args, record=record)
-    costs = Costs(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0)
+    topology, limits = ranks_and_cap(args, record=record)
+    costs = CompareCosts(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
-    kind, rows = ("samples", None) if record is not None else rows_to_plan(args)
-    option = {"padded": "sft", "packed": "sft", "masked-documents": "dataloader_inter_document_masking"}.get(kind)
-    of_data = {} if option is None else {option: True}
-    question = Question(costs, topology, limits, script_flags=args.script_flags, data_options=of_data)
-    policies, reasons = question.policies()
-    if kind == "documents":
+    batches = read_batches(args, record=record, topology=topology, limits=limits)
+    option = {"padded": "sft", "packed": "sft", "masked-documents": "dataloader_inter_document_masking"}
+    data_options = {option[batches.kind]: True} if batches.kind in option else {}
+    comparison = Comparison(costs, topology, limits, script_flags=args.script_flags, data_options=data_options)
+    policies, reasons = comparison.policies()
+    if batches.kind == "documents":
         policies, reasons = policies[:1], ["all rows cost the same: balancing needs --data masked-documents"]
     names = [policy.name for policy in policies]
     if args.policy not in (None, *names):
         raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
-    if record is not None:
-        batches = _batches_of_record(record, steps=args.steps, dp_size=topology.dp_size)
-        has_more = len(batches) < sum(step.lengths.size > 0 for step in record.steps)
-        filled = batches[0].row_tokens if batches[0].rows is not None else None
-        words = f"the recorded rows, {'as they are' if filled is None else f'filled up to {filled} tokens'}"
-    else:
-        assert rows is not None
-        batches = batches_of_rows(args, stock=rows, topology=topology, limits=limits)
-        has_more = rows.counts.size > max(MAX_SAMPLES // args.global_batch_size, 1) * args.global_batch_size
-        words = STOCKS[kind].format(args.seq_length)
-        if rows.num_cut:
-            reasons.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")
-    say(f"Stock: {words}.", style="bold")
-    if has_more and args.steps is None:
-        reasons.append(f"these are the first {len(batches)} steps; --steps plans more.")
-    lengths = np.concatenate([batch.segments for batch in batches])
+    lengths = np.concatenate([step.segments for step in batches.steps])
+    say(f"Stock: {batches.stock}.", style="bold")
     say(
-        f"{sum(batch.lengths.size for batch in batches)} samples in {len(batches)} steps. Lengths: mean "
+        f"{sum(step.lengths.size for step in batches.steps)} samples in {len(batches.steps)} steps. Lengths: mean "
         f"{lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: "
         f"{costs.text(topology)}."
     )
-    if kind != "documents" and (lengths.mean() < FEW_TOKENS or (lengths.size > 1 and lengths.min() == lengths.max())):
-        reasons.append(
-            f"the lengths are {lengths.min()} to {lengths.max()} tokens: if that surprises you, see what was counted."
-        )
-    if costs.calibration is not None and (notice := costs.calibration.extrapolation(int(lengths.max()))):
-        reasons.append(notice)
-    for reason in reasons:
-        say(f"Note: {reason}", style="yellow")
+    for note in (*reasons, *batches.notes, costs.extrapolation(int(lengths.max()))):
+        if note:
+            say(f"Note: {note}", style="yellow")
     results: list[PolicyResult] = []
-    with progress("planning global batches", total=len(policies) * len(batches)) as show:
+    row_tokens, num_steps = batches.steps[0].row_tokens, len(batches.steps)
+    with progress("planning global batches", total=len(policies) * num_steps) as show:
         for policy in policies:
-            steps: list[StepRecord] = []
-            for step in question.plan(policy, batches):
+            steps = []
+            for step in comparison.plan(policy, batches.steps):
                 steps.append(step)
-                show(len(results) * len(batches) + len(steps))
-            results.append(question.judge(policy, steps, row_tokens=batches[0].row_tokens))
+                show(len(results) * num_steps + len(steps))
+            results.append(comparison.judge(policy, steps, row_tokens=row_tokens))
     stock = results[0]
-    advised, sentences = recommend(results, question=question, record=record)
+    advised, sentences = recommend(results, comparison=comparison, record=record)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
-    shown = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
+    lines = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
     if record is not None and topology == record.info.topology.with_cp_size(record.info.topology.cp_size):
         as_it_ran = Policy("as it ran", in_a_line(record.info.policy), record.info.cost_model)
-        ran = [step for step in record.steps if step.lengths.size][: len(batches)]
-        shown.insert(1, question.judge(as_it_ran, ran).line(stock=stock))
-    timed = stock.scale.unit == "s"
-    columns = {name: text for name, text in _COLUMNS.items() if timed or name not in ("step s", "tokens/s/GPU")}
-    rows_shown = [[text.format(**line) for text in columns.values()] for line in shown]
-    print_table(list(columns), rows_shown, strong=advised.policy.name)
-    if len(shown) > 1:
-        say("\n  ".join(["Flags:", *(f"{line['name']:<12}  {line['flags']}" for line in shown[1:])]))
-    say(f"Recommendation, predicted by {'seconds' if timed else costs.name}: {advised.policy.name}", style="bold")
+        recorded = [step for step in record.steps if step.lengths.size][:num_steps]
+        lines.insert(1, comparison.judge(as_it_ran, recorded).line(stock=stock))
+    has_seconds = stock.scale.unit == "s"
+    columns = {name: text for name, text in _COLUMNS.items() if has_seconds or name not in ("step s", "tokens/s/GPU")}
+    rows = [[text.format(**line) for text in columns.values()] for line in lines]
+    print_table(list(columns), rows, strong=advised.policy.name)
+    if len(lines) > 1:
+        say("\n  ".join(["Flags:", *(f"{line['name']:<12}  {line['flags']}" for line in lines[1:])]))
+    say(f"Recommendation, predicted by {'seconds' if has_seconds else costs.name}: {advised.policy.name}", style="bold")
     for sentence in sentences:
         say(f"  {sentence}")
     chosen = advised if args.policy is None else results[names.index(args.policy)]
     if args.json is not None:
         say(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
-    command = "" if advised is stock else question.command(advised.policy)
+    command = "" if advised is stock else comparison.command(advised.policy)
     advice = {"kind": "advice", "policy": advised.policy.name, "flags": advised.policy.flags, "command": command}
     advice |= {"speedup": advised.speedup(stock), "fits": advised.least_headroom >= 0, "sentences": sentences}
-    return b"".join(map(text_of, (chosen.setting.line(), *map(line_of, chosen.steps), *shown, advice)))
-
-
-def _ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
-    """Those of the flags, else of the record; a flag that has no place here, or is missing, is told before any work."""
-    others = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length")
-    wrong = [name for name in ("global_batch_size", *others) if (getattr(args, name) is None) == (record is None)]
-    if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
-        wrong.append("max_tokens_per_gpu")
-    if wrong:
-        remedy = "given: a record has its own, drop it" if record else "missing: compare needs them, but for a record"
-        raise BalanceError(f"{', '.join('--' + name.replace('_', '-') for name in wrong)} {remedy}.")
-    names = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.tp_size is not None:  # Megatron's default: experts are split as all else is
-        given |= {"etp_size": args.tp_size, "sequence_parallel": args.tp_size > 1}
-    recorded = Topology(1) if record is None else record.info.topology
-    topology = replace(recorded.with_cp_size(recorded.cp_size), **given)
-    if topology.num_gpus > MAX_GPUS or topology.pp_size > MAX_STAGES:
-        raise BalanceError(
-            f"--dp-size, --cp-size, --tp-size and --pp-size make {topology.num_gpus} GPUs: at most {MAX_GPUS} in "
-            f"{MAX_STAGES} stages are compared."
-        )
-    if record is None and args.global_batch_size % topology.dp_size:
-        raise BalanceError(
-            f"--global-batch-size {args.global_batch_size} is no multiple of --dp-size {topology.dp_size}."
-        )
-    num_ranks, group = topology.dp_cp_size * topology.tp_size, topology.etp_size * topology.ep_size
-    if num_ranks % group:
-        raise BalanceError(
-            f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks, which do not divide {num_ranks}."
-        )
-    cap = args.max_tokens_per_gpu or (record and record.info.limits.max_tokens_per_gpu)
-    if cap is None and args.seq_length is not None:
-        cap = -(-args.seq_length // topology.cp_size)  # a row of stock is known to fit
-    if cap is None:
-        raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
-    return topology, Limits(cap)
-
-
-def _batches_of_record(record: RunRecord, *, steps: int | None, dp_size: int) -> Sequence[StepRecord]:
-    """The steps of a record that are planned."""
-    batches = [step for step in record.steps if step.lengths.size]
-    if record.info.topology.dp_size != dp_size:
-        rows = [np.arange(batch.lengths.size) if batch.rows is None else batch.rows for batch in batches]
-        homes = [round_robin(int(of_batch.max()) + 1, dp_size=dp_size)[of_batch] for of_batch in rows]
-        batches = [replace(batch, home_ranks=home) for batch, home in zip(batches, homes, strict=True)]
-    if len(batches) < (steps or 1):
-        raise BalanceError(f"the record has {len(batches)} steps with samples; --steps is {steps or 1}.")
-    if steps is None:
-        samples = np.cumsum([batch.lengths.size for batch in batches])
-        steps = max(int((samples <= MAX_SAMPLES).sum()), 1)
-    return batches[:steps]
+    return b"".join(map(text_of, (chosen.info.line(), *map(line_of, chosen.steps), *lines, advice)))
 
 
 _COLUMNS = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megatron_balance.cli.screen import in_a_line
+from megatron_balance.cli.terminal import in_a_line
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
@@ -35,7 +35,7 @@ GPUS_PER_NODE = 8  # assumed: a run on at most as many is on one node
 
 
 @dataclass(frozen=True, eq=False)
-class Costs:
+class CompareCosts:
     """The cost of a sample on any number of ranks, by the flags of `compare`."""
 
     cost: str | None
@@ -93,23 +93,25 @@ class Costs:
         """The seconds.json of `--cost`."""
         return Calibration.read(Path(self.cost)) if self.cost is not None and self.cost.endswith(".json") else None
 
+    def extrapolation(self, longest: int) -> str:
+        """A notice where sequences are longer than those that were measured; empty where they are not."""
+        return "" if self.calibration is None else self.calibration.extrapolation(longest)
+
     def planning(self, name: str, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
         """The cost model that training plans with on these ranks, by a name; packs are full up to the cap."""
-        packed = self.max_tokens_per_gpu * topology.cp_size if pack_tokens is None else pack_tokens
-        recorded = None if self.record is None or self.cost is not None or self.model is not None else self.record.info
-        if recorded is None:
+        if self.record is None or self.cost is not None or self.model is not None:
             cost_model = resolve_cost(
                 self.calibration or self.cost if name == "seconds" else name,
                 model=self.shape,
                 ep_size=topology.ep_size,
-                model_parallel_size=ranks_of_sample(topology),
+                model_parallel_size=topology.model_parallel_size,
                 attention_rate=self.attention_rate,
-                pack_tokens=packed,
+                pack_tokens=self.max_tokens_per_gpu * topology.cp_size if pack_tokens is None else pack_tokens,
             )
         else:
-            cost_model, theirs = recorded.cost_model, recorded.topology
-            same_ranks = name == "flops" or ranks_of_sample(topology) == ranks_of_sample(theirs)
-            if name != "tokens" and not (same_ranks and topology.ep_size == theirs.ep_size):
+            cost_model, recorded = self.record.info.cost_model, self.record.info.topology
+            same_ranks = name == "flops" or topology.model_parallel_size == recorded.model_parallel_size
+            if name != "tokens" and not (same_ranks and topology.ep_size == recorded.ep_size):
                 raise BalanceError("the record's costs hold for its own ranks: add --model, or --cost seconds.json.")
         return replace(cost_model, cp_exchange=self._exchange(topology) if topology.dynamic_cp else 0)
 
@@ -155,7 +157,8 @@ class Costs:
         if self.name == "seconds":  # of each rank
             return TimeScale("s", 1 / (UNITS_PER_SECOND * topology.pp_size))
         flops = self.rates[0] * 1e12 if self.rates is not None else 1.0
-        return TimeScale("s" if self.rates is not None else self.name, 1 / (flops * num_sharing(topology)))
+        num_ranks = topology.model_parallel_size * topology.pp_size
+        return TimeScale("s" if self.rates is not None else self.name, 1 / (flops * num_ranks))
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
@@ -173,16 +176,6 @@ class Costs:
         if self.shape is not None and self._exchange(topology):
             text += ". Context-parallel ranks receive {:g} GB/s, an assumption for {}".format(*_link(topology))
         return text
-
-
-def num_sharing(topology: Topology) -> int:
-    """GPUs that share the work of a sample of one size, on all pipeline stages."""
-    return ranks_of_sample(topology) * topology.pp_size
-
-
-def ranks_of_sample(topology: Topology) -> int:
-    """GPUs that do the work a cost counts, on one pipeline stage: with dynamic context-parallel sizes a leaf's."""
-    return topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
 
 
 def _link(topology: Topology) -> tuple[float, str]:

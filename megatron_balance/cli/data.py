@@ -1,4 +1,4 @@
-"""The rows of data that `compare` plans: of which kind, as far as they are planned, and in global batches.
+"""What `compare` plans: the ranks, the token cap, and global batches of stock, of a file of lengths or of a record.
 
 The kind of stock follows from the file and `--seq-length`. Where neither says it, it is asked for.
 """
@@ -7,22 +7,146 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cli.screen import in_a_line, progress
+from megatron_balance.cli.terminal import in_a_line, progress
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MEGATRON_SEED, STOCKS, Rows, read_rows, stock_rows, synthetic_lengths
-from megatron_balance.planner import Problem, resolve_objective
-from megatron_balance.record import StepRecord
+from megatron_balance.planner import Problem
+from megatron_balance.record import MAX_GPUS, MAX_STAGES, RunRecord, StepRecord
 from megatron_balance.record.step import round_robin
 from megatron_balance.topology import Limits, Topology
 
 MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
 SYNTHETIC_STEPS = 10  # global batches of `synthetic:NAME` without N and --steps
+FEW_TOKENS = 10  # on average, below which the lengths are doubted
 DOCUMENTS = ("documents", "masked-documents")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Global batches as loaded, not planned: all that there are, or the first.
+
+    `kind` is that of `--data`, and `samples` for a record; `stock` says how a stock run computes them, `notes` what a
+    user may miss.
+    """
+
+    steps: Sequence[StepRecord]
+    kind: str
+    stock: str
+    notes: list[str]
+    is_all: bool
+
+
+def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
+    """Ranks and cap of the flags, else of the record; a flag that is missing, or has no effect, is refused."""
+    names = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length")
+    wrong = [name for name in ("global_batch_size", *names) if (getattr(args, name) is None) == (record is None)]
+    if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
+        wrong.append("max_tokens_per_gpu")
+    if wrong:
+        remedy = "given: a record has its own, drop it" if record else "missing: compare needs them, but for a record"
+        raise BalanceError(f"{', '.join('--' + name.replace('_', '-') for name in wrong)} {remedy}.")
+    sizes = {name: getattr(args, name) for name in ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if args.tp_size is not None:  # Megatron's default: experts are split as all else is
+        sizes |= {"etp_size": args.tp_size, "sequence_parallel": args.tp_size > 1}
+    recorded = Topology(1) if record is None else record.info.topology
+    topology = replace(recorded.with_cp_size(recorded.cp_size), **sizes)
+    if topology.num_gpus > MAX_GPUS or topology.pp_size > MAX_STAGES:
+        raise BalanceError(
+            f"--dp-size, --cp-size, --tp-size and --pp-size make {topology.num_gpus} GPUs: at most {MAX_GPUS} in "
+            f"{MAX_STAGES} stages are compared."
+        )
+    if record is None and args.global_batch_size % topology.dp_size:
+        raise BalanceError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --dp-size {topology.dp_size}."
+        )
+    num_ranks, group = topology.dp_cp_size * topology.tp_size, topology.etp_size * topology.ep_size
+    if num_ranks % group:
+        raise BalanceError(
+            f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks, which do not divide {num_ranks}: "
+            "lower it, or change --dp-size."
+        )
+    cap = args.max_tokens_per_gpu or (record and record.info.limits.max_tokens_per_gpu)
+    if cap is None and args.seq_length is not None:
+        cap = -(-args.seq_length // topology.cp_size)  # a row of stock is known to fit
+    if cap is None:
+        raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
+    return topology, Limits(cap)
+
+
+def read_batches(args: argparse.Namespace, *, record: RunRecord | None, topology: Topology, limits: Limits) -> Batches:
+    """The global batches that are compared."""
+    if record is None:
+        batches = _from_lengths(args, topology=topology, limits=limits)
+    else:
+        batches = _from_record(record, steps=args.steps, dp_size=topology.dp_size)
+    if args.steps is None and not batches.is_all:
+        batches.notes.append(f"these are the first {len(batches.steps)} steps; --steps plans more.")
+    lengths = np.concatenate([step.segments for step in batches.steps])
+    if batches.kind != "documents" and (lengths.mean() < FEW_TOKENS or (lengths.size > 1 and np.ptp(lengths) == 0)):
+        batches.notes.append(
+            f"the lengths are {lengths.min()} to {lengths.max()} tokens: if that surprises you, see what was counted."
+        )
+    return batches
+
+
+def _from_record(record: RunRecord, *, steps: int | None, dp_size: int) -> Batches:
+    recorded = [step for step in record.steps if step.lengths.size]
+    if len(recorded) < (steps or 1):
+        raise BalanceError(f"the record has {len(recorded)} steps with samples; --steps is {steps or 1}.")
+    samples = np.cumsum([step.lengths.size for step in recorded])
+    batches = recorded[: steps or max(int((samples <= MAX_SAMPLES).sum()), 1)]
+    if record.info.topology.dp_size != dp_size:
+        rows = [np.arange(batch.lengths.size) if batch.rows is None else batch.rows for batch in batches]
+        homes = [round_robin(int(batch_rows.max()) + 1, dp_size=dp_size)[batch_rows] for batch_rows in rows]
+        batches = [replace(batch, home_ranks=home) for batch, home in zip(batches, homes, strict=True)]
+    row_tokens = batches[0].row_tokens if batches[0].rows is not None else None
+    stock = f"the recorded rows, {'as they are' if row_tokens is None else f'filled up to {row_tokens} tokens'}"
+    return Batches(batches, "samples", stock, [], is_all=len(batches) == len(recorded))
+
+
+def _from_lengths(args: argparse.Namespace, *, topology: Topology, limits: Limits) -> Batches:
+    size, steps = args.global_batch_size, args.steps
+    kind, rows = rows_to_plan(args)
+    first_steps = max(MAX_SAMPLES // size, 1)
+    num_steps = steps or min(first_steps, max(rows.counts.size // size, 1))
+    if rows.counts.size < num_steps * size:
+        raise BalanceError(
+            f"{num_steps} steps of --global-batch-size {size} need {num_steps * size} rows, but there are "
+            f"{rows.counts.size}: lower it, or --steps."
+        )
+    ends = np.concatenate([[0], np.cumsum(rows.counts)])
+    batches: list[StepRecord] = []
+    for first in range(0, num_steps * size, size):
+        row_of = np.repeat(np.arange(size), rows.counts[first : first + size])
+        problem = Problem.of(
+            rows.lengths[ends[first] : ends[first + size]],
+            home_ranks=round_robin(size, dp_size=topology.dp_size)[row_of],
+            cost_model=CostModel.tokens(),
+            topology=topology,
+            limits=limits,
+        )
+        batches.append(
+            StepRecord(
+                **vars(problem),
+                microbatch_of=np.zeros_like(row_of),
+                cp_size_grid=np.full((topology.dp_size, 1), topology.cp_size),
+                iteration=1,
+                rows=row_of,
+                row_tokens=rows.row_tokens,
+            )
+        )
+    notes: list[str] = []
+    if rows.num_cut:
+        notes.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")
+    is_all = rows.counts.size <= first_steps * size
+    return Batches(batches, kind, STOCKS[kind].format(args.seq_length), notes, is_all=is_all)
 
 
 def rows_to_plan(args: argparse.Namespace) -> tuple[str, Rows]:
@@ -31,7 +155,9 @@ def rows_to_plan(args: argparse.Namespace) -> tuple[str, Rows]:
         raise BalanceError(f"--data is {args.data!r}: it must be one of {', '.join(STOCKS)}.")
     kind, size = args.data, args.global_batch_size
     limit = (args.steps or max(MAX_SAMPLES // size, 1)) * size + 1
-    is_index = _is_index(args.lengths)
+    is_index = args.lengths.lower().endswith(".idx") or (
+        not Path(args.lengths).suffix and Path(f"{args.lengths}.idx").is_file()
+    )
     in_order = args.shuffle is None and not is_index and kind not in DOCUMENTS
     rows = _rows(args, limit=limit if in_order else None)
     if kind is None and args.seq_length is not None and not is_index:
@@ -54,7 +180,7 @@ def rows_to_plan(args: argparse.Namespace) -> tuple[str, Rows]:
 
 
 def _rows(args: argparse.Namespace, *, limit: int | None) -> Rows:
-    """Rows of LENGTHS in its order, at most so many."""
+    """Rows of LENGTHS in its order, at most `limit`."""
     kind, *names = args.lengths.split(":")
     if kind != "synthetic" or not names:
         with progress(f"reading {in_a_line(args.lengths, length=40)}") as show:
@@ -66,43 +192,3 @@ def _rows(args: argparse.Namespace, *, limit: int | None) -> Rows:
     default = (args.steps or SYNTHETIC_STEPS) * args.global_batch_size
     num_samples, seed = map(int, [*names[1:], *(default, 0)[len(names) - 1 :]])
     return Rows.from_samples(synthetic_lengths(names[0], num_samples=min(num_samples, limit or num_samples), seed=seed))
-
-
-def _is_index(path: str) -> bool:
-    """The lengths are those of a Megatron data set, or of its prefix."""
-    return path.lower().endswith(".idx") or (not Path(path).suffix and Path(f"{path}.idx").is_file())
-
-
-def batches_of_rows(
-    args: argparse.Namespace, *, stock: Rows, topology: Topology, limits: Limits
-) -> Sequence[StepRecord]:
-    """Whole global batches of rows."""
-    size, counts, steps = args.global_batch_size, stock.counts, args.steps
-    if steps is None:
-        steps = min(max(MAX_SAMPLES // size, 1), max(counts.size // size, 1))
-    if counts.size < steps * size:
-        needs = f"{steps} steps of --global-batch-size {size} need {steps * size} rows"
-        raise BalanceError(f"{needs}, but there are {counts.size}: lower it, or --steps.")
-    objective, ends = resolve_objective("auto", topology=topology), np.concatenate([[0], np.cumsum(counts)])
-    batches: list[StepRecord] = []
-    for first in range(0, steps * size, size):
-        rows = np.repeat(np.arange(size), counts[first : first + size])
-        problem = Problem.of(
-            stock.lengths[ends[first] : ends[first + size]],
-            home_ranks=round_robin(size, dp_size=topology.dp_size)[rows],
-            cost_model=CostModel.tokens(),
-            topology=topology,
-            limits=limits,
-            objective=objective,
-        )
-        batches.append(
-            StepRecord(
-                **vars(problem),
-                microbatch_of=np.zeros_like(rows),
-                cp_size_grid=np.full((topology.dp_size, 1), topology.cp_size),
-                iteration=1,
-                rows=rows,
-                row_tokens=stock.row_tokens,
-            )
-        )
-    return batches

@@ -1,7 +1,4 @@
-"""Fit the seconds of a cost model to a recorded run, for plans by seconds in place of FLOPs.
-
-Reads the micro-batches that a run with --balance-record has measured, and writes seconds.json.
-"""
+"""The subcommand `fit`: reads the micro-batches that a run with --balance-record has measured, writes seconds.json."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.cli.costs import num_sharing
-from megatron_balance.cli.flags import output_file
-from megatron_balance.cli.screen import say
+from megatron_balance.cli.terminal import output_file, say
 from megatron_balance.cost.calibration import (
     LEAST_STEPS,
     UNITS_PER_SECOND,
@@ -51,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, write, and say how good the fit is."""
+    """Fit the seconds of a cost model to a recorded run, for plans by seconds in place of FLOPs."""
     record = read_record(args.record)
     measured = measurements(record)
     fit = fit_microbatches(measured, cost_model=record.info.cost_model)
@@ -64,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     say(f"Fitted to {measured.seconds.size} micro-batches: {launch} each, {token} a token, {squared} a squared token.")
     say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
-        say("Warning: predicted speeds may be as much off. Record more steps, on ranks with nothing else to do.")
+        say("Warning: large error, predicted speeds may be as far off. Record more steps, on idle machines.")
     if rates := _rates(fit, info=record.info):
         linear, attention = rates.values()
         ratio = f"{attention / linear:.2g}"
@@ -73,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     part = 1 - (per.linear + per.expert_linear) * longest / (per(longest) + per.expert_linear * longest)
     if part < TOLD_APART:
         say(f"Warning: no long samples were seen, and its rate is not known: attention took {part:.1%} of the longest.")
-    say(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record some if you train on them.")
+    say(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record such sequences too.")
     say(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0
 
@@ -86,50 +81,56 @@ def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
         return {}
     # A unit of cost is a FLOP that is linear in tokens, or `rate` FLOPs of attention.
     flops = {"linear_tflops": (model.linear + model.expert_linear) / per_token, "attention_tflops": rate / per_core}
-    return {name: each / num_sharing(info.topology) / 1e12 for name, each in flops.items()}
+    return {name: rate / _num_ranks(info) / 1e12 for name, rate in flops.items()}
+
+
+def _num_ranks(info: RunInfo) -> int:
+    """GPUs that share a sample's cost, on all pipeline stages."""
+    return info.topology.model_parallel_size * info.topology.pp_size
 
 
 def measurements(record: RunRecord) -> Measurements:
     """All micro-batches that were measured and waited for no other rank."""
     first_slots = np.cumsum([0, *(step.cp_size_grid.size for step in record.steps)]).tolist()
-    of_steps = [
-        _of_step(step, info=record.info, first_slot=at) for step, at in zip(record.steps, first_slots, strict=False)
+    parts = [
+        _step_measurements(step, info=record.info, first_slot=first)
+        for step, first in zip(record.steps, first_slots, strict=False)
     ]
-    parts = [part for part in of_steps if part.seconds.size]
+    parts = [part for part in parts if part.seconds.size]
     if len(parts) > LEAST_STEPS and parts[0].steps[0] == 1:
         parts = parts[1:]  # it allocates memory, compiles and connects
     if not parts:
         raise BalanceError("the record has no measured micro-batch: the run was too short, or has a virtual pipeline.")
-    names = [one.name for one in fields(Measurements)]
+    names = [field.name for field in fields(Measurements)]
     return Measurements(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
+def _step_measurements(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
     topology, cost_model, grid = info.topology, info.cost_model, step.cp_size_grid
-    # Where all have one size its ranks' costs are fitted together (`num_sharing`).
+    # Where all have one size its ranks' costs are fitted together (`_num_ranks`).
     sizes = np.maximum(step.cp_size_grid, 1) if topology.dynamic_cp else np.ones(grid.shape, dtype=np.int64)
     slots = step.microbatch_of if step.num_segments is None else np.repeat(step.microbatch_of, step.num_segments)
     size_of, padded = sizes.ravel()[slots], np.zeros(slots.size, dtype=np.int64)
     for size in np.unique(size_of).tolist():
-        here = size_of == size
-        there = topology.with_cp_size(size) if topology.dynamic_cp else topology
-        padded[here] = there.padded_seq_len(step.segments[here])
+        mask = size_of == size
+        ranks = topology.with_cp_size(size) if topology.dynamic_cp else topology
+        padded[mask] = ranks.padded_seq_len(step.segments[mask])
     tokens = np.bincount(slots, weights=padded / size_of, minlength=grid.size).reshape(grid.shape)
     linear = cost_model.linear + cost_model.expert_linear
     shared = cost_model.expert_linear / linear if linear and not topology.dynamic_cp else 0.0
     if shared:  # expert-parallel ranks compute the tokens of routed experts together
-        span = topology.with_cp_size(topology.cp_size).ep_dp_size
-        of_groups = tokens.reshape(-1, span, step.num_microbatches)
-        tokens = (1 - shared) * tokens + shared * np.repeat(of_groups.mean(axis=1), span, axis=0)
-    held = step.owner_slots()
-    chosen = step.is_slowest & np.isfinite(step.seconds) & (tokens.ravel()[held] > 0)
+        group_size = topology.with_cp_size(topology.cp_size).ep_dp_size
+        groups = tokens.reshape(-1, group_size, step.num_microbatches)
+        tokens = (1 - shared) * tokens + shared * np.repeat(groups.mean(axis=1), group_size, axis=0)
+    owners = step.owner_slots()
+    mask = step.is_slowest & np.isfinite(step.seconds) & (tokens.ravel()[owners] > 0)
     has_core = bool(cost_model.quadratic or cost_model.windows)
     attention = replace(cost_model, linear=0) if has_core else CostModel(quadratic=1)
     return Measurements(
-        seconds=step.seconds[chosen],
-        steps=np.full(int(chosen.sum()), step.iteration, dtype=np.int64),
-        slots=held[chosen] + first_slot,
-        tokens=tokens.ravel()[held[chosen]],
+        seconds=step.seconds[mask],
+        steps=np.full(int(mask.sum()), step.iteration, dtype=np.int64),
+        slots=owners[mask] + first_slot,
+        tokens=tokens.ravel()[owners[mask]],
         microbatch_of=slots + first_slot,
         core=attention.local_cost(padded).astype(np.float64) / size_of,
         received=padded * (size_of - 1) / size_of,
@@ -138,7 +139,7 @@ def _of_step(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurement
 
 def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calibration:
     """The fit as the seconds of the whole model on one rank."""
-    model, ranks = info.cost_model, num_sharing(info.topology)
+    model, ranks = info.cost_model, _num_ranks(info)
     stages = info.topology.pp_size  # seconds are those of the first one
     per_microbatch, per_token, per_core = (fit.coefficients * UNITS_PER_SECOND).tolist()
     linear = model.linear + model.expert_linear
@@ -149,11 +150,10 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
         linear=round(per_token * ranks * (1 - shared)),
         expert_linear=round(per_token * ranks * shared),
         quadratic=round(per_core * ranks * (model.quadratic if has_core else 1)),
-        windows=tuple((window, round(per_core * ranks * each)) for window, each in model.windows),
+        windows=tuple((window, round(per_core * ranks * cost)) for window, cost in model.windows),
         # 0 would say that it was not measured.
         cp_exchange=max(1, round(per_core * fit.exchange * ranks)) if info.topology.dynamic_cp else 0,
     )
-    seen = {"longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy}
-    return Calibration(
-        costs=costs, held_out_error=fit.error, origin={**info.environment, **_rates(fit, info=info), **seen}
-    )
+    origin = {"longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy}
+    origin = dict(info.environment) | _rates(fit, info=info) | origin
+    return Calibration(costs=costs, held_out_error=fit.error, origin=origin)

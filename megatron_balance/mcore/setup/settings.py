@@ -170,12 +170,12 @@ def run_costs(
     advice = ""
     if name != "flops":
         calibration = Calibration.read(Path(name))
-        # Where sizes differ, the planner shares a sample's cost among its context-parallel ranks itself.
-        sharing = topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
         stages: dict[str, Any] = {}
         with suppress(BalanceError):  # equal parts where FLOPs are not known
             stages = _stages(options, shape) if topology.pp_size > 1 else {}
-        cost = resolve_cost(calibration, ep_size=topology.ep_size, model_parallel_size=sharing, **stages)
+        cost = resolve_cost(
+            calibration, ep_size=topology.ep_size, model_parallel_size=topology.model_parallel_size, **stages
+        )
         if notice := calibration.extrapolation(options.get("seq_length") or 0):
             log_lines = [f"WARNING: --balance-cost {name}: {notice}"]
     elif cost is None:
