@@ -98,7 +98,7 @@ class Topology:
     @property
     def gpus_per_rank(self) -> int:
         """GPUs that share the cost of a micro-batch of a data-parallel rank; with `dynamic_cp` of a DP×CP rank."""
-        return self.tp_size * self.pp_size * (1 if self.dynamic_cp else self.cp_size)
+        return self.model_parallel_size * self.pp_size
 
     @property
     def num_sockets(self) -> int:

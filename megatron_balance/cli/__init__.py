@@ -24,7 +24,7 @@ from megatron_balance.record import read_record
 from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
-    from megatron_balance.mcore.doctor import Finding
+    from megatron_balance.runtime.cluster import Finding
 
 _EPILOG = """\
 start here:

@@ -157,8 +157,7 @@ class CompareCosts:
         if self.name == "seconds":  # of each rank
             return TimeScale("s", 1 / (UNITS_PER_SECOND * topology.pp_size))
         flops = self.rates[0] * 1e12 if self.rates is not None else 1.0
-        num_ranks = topology.model_parallel_size * topology.pp_size
-        return TimeScale("s" if self.rates is not None else self.name, 1 / (flops * num_ranks))
+        return TimeScale("s" if self.rates is not None else self.name, 1 / (flops * topology.gpus_per_rank))
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""

@@ -81,12 +81,7 @@ def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
         return {}
     # A unit of cost is a FLOP that is linear in tokens, or `rate` FLOPs of attention.
     flops = {"linear_tflops": (model.linear + model.expert_linear) / per_token, "attention_tflops": rate / per_core}
-    return {name: rate / _num_ranks(info) / 1e12 for name, rate in flops.items()}
-
-
-def _num_ranks(info: RunInfo) -> int:
-    """GPUs that share a sample's cost, on all pipeline stages."""
-    return info.topology.model_parallel_size * info.topology.pp_size
+    return {name: rate / info.topology.gpus_per_rank / 1e12 for name, rate in flops.items()}
 
 
 def measurements(record: RunRecord) -> Measurements:
@@ -107,7 +102,7 @@ def measurements(record: RunRecord) -> Measurements:
 
 def _step_measurements(step: StepRecord, *, info: RunInfo, first_slot: int) -> Measurements:
     topology, cost_model, grid = info.topology, info.cost_model, step.cp_size_grid
-    # Where all have one size its ranks' costs are fitted together (`_num_ranks`).
+    # Where all have one size its ranks' costs are fitted together (`gpus_per_rank`).
     sizes = np.maximum(step.cp_size_grid, 1) if topology.dynamic_cp else np.ones(grid.shape, dtype=np.int64)
     slots = step.microbatch_of if step.num_segments is None else np.repeat(step.microbatch_of, step.num_segments)
     size_of, padded = sizes.ravel()[slots], np.zeros(slots.size, dtype=np.int64)
@@ -139,7 +134,7 @@ def _step_measurements(step: StepRecord, *, info: RunInfo, first_slot: int) -> M
 
 def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calibration:
     """The fit as the seconds of the whole model on one rank."""
-    model, ranks = info.cost_model, _num_ranks(info)
+    model, ranks = info.cost_model, info.topology.gpus_per_rank
     stages = info.topology.pp_size  # seconds are those of the first one
     per_microbatch, per_token, per_core = (fit.coefficients * UNITS_PER_SECOND).tolist()
     linear = model.linear + model.expert_linear
