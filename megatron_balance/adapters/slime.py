@@ -51,15 +51,7 @@ SPECS_DESCRIBED_BY_CHECKPOINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class SlimeOptions:
-    """Options of the plans of rollout batches.
-
-    Attributes:
-        cost: `flops`, `tokens` or the path of a seconds.json; by default FLOPs.
-        model: model whose FLOPs are counted: a preset's name, a Hugging Face config.json or a ModelShape; by
-            default the one that slime's arguments describe, or, for a `--spec` that goes beyond them, the
-            config.json of `--hf-checkpoint`.
-        objective: `auto` (from the parallel sizes), `step`, `microbatch` or `pipeline`.
-    """
+    """The arguments of `install`."""
 
     cost: str | None = None
     model: Model | None = None
@@ -90,9 +82,12 @@ def install(
     """Hook slime in this process, the driver. Installing twice with the same options installs once.
 
     Args:
-        cost: see `SlimeOptions`, as are the others.
-        model: model whose FLOPs are counted.
-        objective: when ranks wait for one another.
+        cost: `flops`, `tokens` or the path of a seconds.json; by default FLOPs.
+        model: model whose FLOPs are counted: a preset's name, a Hugging Face config.json or a ModelShape; by
+            default the one that slime's arguments describe, or, for a `--spec` that goes beyond them, the
+            config.json of `--hf-checkpoint`.
+        objective: when ranks wait for one another: `auto` (from the parallel sizes), `step`, `microbatch` or
+            `pipeline`.
 
     Raises:
         BalanceError: slime is missing, of another version, a target has moved, RolloutManager has been started

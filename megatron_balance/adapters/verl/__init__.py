@@ -47,15 +47,7 @@ is_installed = installation.is_installed
 
 
 def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostModel:
-    """The cost model of a verl run.
-
-    Args:
-        model: model whose FLOPs count; None for verl's own formula, or for tokens.
-        cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
-
-    Raises:
-        BalanceError: the model or the cost is not known, or the factor is not a positive integer.
-    """
+    """The cost model of a verl run, by arguments of `install`; a BalanceError where one is not known."""
     if model is None and cost is None:
         model = {FACTOR_KEY: VERL_FACTOR}
     to_dict = getattr(model, "to_dict", None)

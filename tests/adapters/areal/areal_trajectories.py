@@ -14,7 +14,7 @@ def make_trajectory(number: int, lengths) -> dict:
     generator = torch.Generator().manual_seed(number)
     shape = (len(lengths), max(max(lengths), 1) + 3)
     noise = torch.randn(*shape, generator=generator)
-    of_row = {"values": ANY_VALUES, "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.1)}
+    extras = {"values": ANY_VALUES, "array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(0.1)}
     return {
         "input_ids": torch.randint(0, 1000, shape, generator=generator),
         "attention_mask": torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
@@ -25,7 +25,7 @@ def make_trajectory(number: int, lengths) -> dict:
         "complex": torch.randn(2 * len(lengths), 3, dtype=torch.complex128, generator=generator)[::2],
         "prompt": torch.randint(0, 9, (len(lengths), LONGER_THAN_ANY), generator=generator),
         "version": torch.tensor(number),
-        "multi_modal_input": [{"pixels": torch.full((row + 1, 2), number), **of_row} for row in range(len(lengths))],
+        "multi_modal_input": [{"pixels": torch.full((row + 1, 2), number), **extras} for row in range(len(lengths))],
         "name": f"trajectory {number}",
     }
 

@@ -8,13 +8,13 @@ from megatron_balance.adapters import areal
 @pytest.fixture
 def install():
     """`areal.install`, undone after the test."""
-    made = []
+    installations = []
 
     def install(**options):
-        made.append(areal.install(**options))
-        return made[-1]
+        installations.append(areal.install(**options))
+        return installations[-1]
 
     yield install
-    for installation in made:
+    for installation in installations:
         installation.undo()
     assert not areal.is_installed()

@@ -48,8 +48,8 @@ def test_a_sequence_ends_with_the_last_token_that_its_mask_includes() -> None:
 def drawn(seed: int) -> list[dict[str, torch.Tensor]]:
     """The pull request's rows: a prompt of 1 to 511 tokens and an answer, both uniform, in a padded batch a rank."""
     rng = np.random.default_rng(seed)
-    of_ranks = torch.from_numpy(rng.integers(1, 512, (4, 8)) + rng.integers(1, 2048, (4, 8)))
-    return [{"attention_mask": torch.arange(int(of_rank.max())) < of_rank[:, None]} for of_rank in of_ranks]
+    grid = torch.from_numpy(rng.integers(1, 512, (4, 8)) + rng.integers(1, 2048, (4, 8)))
+    return [{"attention_mask": torch.arange(int(rank_lengths.max())) < rank_lengths[:, None]} for rank_lengths in grid]
 
 
 def variation(batches, cost_model=None) -> float:
@@ -74,8 +74,8 @@ def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
     assert np.mean(by_tokens, axis=0)[0] <= 0.0009
     assert np.mean(by_flops) <= 0.0009 < np.mean(by_tokens, axis=0)[1]
     # Fault: at 16 ranks, two rows each, equal counts are behind AReaL's own kk, 0.0454; any number is ahead.
-    of_any = [variation(areal.balance_batch(drawn(seed), 16, equal_count=False)) for seed in range(50)]
-    assert np.mean(of_any) <= 0.0451
+    any_count = [variation(areal.balance_batch(drawn(seed), 16, equal_count=False)) for seed in range(50)]
+    assert np.mean(any_count) <= 0.0451
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,15 @@ HOOKED = (
 
 def functions() -> dict[str, Any]:
     """Every function and method of the modules that are hooked."""
-    found: dict[str, Any] = {}
+    by_place: dict[str, Any] = {}
     for name in HOOKED:
         for key, value in vars(import_module(name)).items():
             owned = vars(value).items() if inspect.isclass(value) and value.__module__ == name else ()
-            found |= {f"{name}:{key}.{method}": function for method, function in owned}
-            found[f"{name}:{key}"] = value
-    return {place: value for place, value in found.items() if inspect.isfunction(value) or isinstance(value, partial)}
+            by_place |= {f"{name}:{key}.{method}": function for method, function in owned}
+            by_place[f"{name}:{key}"] = value
+    return {
+        place: value for place, value in by_place.items() if inspect.isfunction(value) or isinstance(value, partial)
+    }
 
 
 def test_undo_restores_the_very_functions(install: Any) -> None:
@@ -51,16 +53,16 @@ def test_undo_restores_the_very_functions(install: Any) -> None:
     assert len(hooked) >= 9
     for place in hooked:
         # Replacements take what is called with: same names, same order, same defaults.
-        ours, theirs = (inspect.signature(of[place]).parameters.values() for of in (during, before))
-        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs], place
+        replaced, stock = (inspect.signature(of[place]).parameters.values() for of in (during, before))
+        assert [(p.name, p.default) for p in replaced] == [(p.name, p.default) for p in stock], place
     installed.undo()
     assert not areal.is_installed()
     assert functions() == before
     install()
     # Without single_rank_load the trainer and its rollouts are left alone.
-    alone = [place for place in hooked if functions()[place] is before[place]]
-    assert alone
-    assert all("PPOTrainer" in place or place.endswith(("rollout_batch", "prepare_batch")) for place in alone)
+    unhooked = [place for place in hooked if functions()[place] is before[place]]
+    assert unhooked
+    assert all("PPOTrainer" in place or place.endswith(("rollout_batch", "prepare_batch")) for place in unhooked)
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
@@ -68,9 +70,9 @@ def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def controller(dp_size: int) -> Any:
-    made = object.__new__(train_controller.TrainController)
-    made.train_alloc = SimpleNamespace(parallel=SimpleNamespace(dp_size=dp_size))
-    return made
+    instance = object.__new__(train_controller.TrainController)
+    instance.train_alloc = SimpleNamespace(parallel=SimpleNamespace(dp_size=dp_size))
+    return instance
 
 
 def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(install: Any) -> None:
@@ -124,11 +126,11 @@ def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
 
 
 def trainer(*, dp_rank: int, head: bool = True, dp_size: int = 2) -> Any:
-    made = object.__new__(rl_trainer.PPOTrainer)
-    made.actor = SimpleNamespace(
+    instance = object.__new__(rl_trainer.PPOTrainer)
+    instance.actor = SimpleNamespace(
         data_parallel_rank=dp_rank, data_parallel_world_size=dp_size, is_data_parallel_head=lambda: head
     )
-    return made
+    return instance
 
 
 @pytest.mark.parametrize(("dp_rank", "head"), [(0, False), (1, True), (1, False)])
@@ -151,8 +153,8 @@ def test_validation_data_and_a_single_rank_are_left_alone(install: Any) -> None:
     loaders = [trainer(dp_rank=rank)._create_dataloader(list(range(11)), valid, rank, 2) for rank in (0, 1)]
     assert sorted(sample for loader in loaders for batch in loader for sample in batch) == list(range(11))
     train = cli_args.TrainDatasetConfig(path="", type="rl", batch_size=4)
-    alone = trainer(dp_rank=0, dp_size=1)._create_dataloader(list(range(8)), train, 0, 1)
-    assert [len(batch) for batch in alone] == [4, 4]
+    unhooked = trainer(dp_rank=0, dp_size=1)._create_dataloader(list(range(8)), train, 0, 1)
+    assert [len(batch) for batch in unhooked] == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -162,17 +164,17 @@ def test_capacity_scales_with_the_ranks(
     install: Any, monkeypatch: pytest.MonkeyPatch, dp_rank: int, is_eval: bool, expected: tuple[int, int]
 ) -> None:
     """R57: the rank that rolls out for four has four times the batch size and concurrency."""
-    seen = []
+    shapes = []
 
     def init_rollout(self: Any, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> None:
-        seen.append((rollout_config.consumer_batch_size, rollout_config.max_concurrent_rollouts))
+        shapes.append((rollout_config.consumer_batch_size, rollout_config.max_concurrent_rollouts))
 
     monkeypatch.setattr(rl_trainer.PPOTrainer, "_init_rollout", init_rollout)
     installed = install(single_rank_load=True)
     config = cli_args.InferenceEngineConfig(consumer_batch_size=16, max_concurrent_rollouts=64)
     trainer(dp_rank=dp_rank, dp_size=4)._init_rollout(config, is_eval=is_eval, lora_path=None)
     installed.undo()
-    assert seen == [expected]
+    assert shapes == [expected]
     assert (config.consumer_batch_size, config.max_concurrent_rollouts) == (16, 64)
 
 

@@ -82,10 +82,10 @@ class RolloutEngine:
             raise ConnectionError("the inference server is gone")
         time.sleep(self.seconds)
         first = 100 * dist.get_rank()
-        made = [make_trajectory(first + number, rows) for number, rows in enumerate(self.lengths)]
+        instance = [make_trajectory(first + number, rows) for number, rows in enumerate(self.lengths)]
         if self.no_dict:
-            made[-1] = [made[-1]]
-        return [{"rewards": trajectory["rewards"]} for trajectory in made] if self.without_mask else made
+            instance[-1] = [instance[-1]]
+        return [{"rewards": trajectory["rewards"]} for trajectory in instance] if self.without_mask else instance
 
 
 def coordinate(lengths, method, single_rank_load, group_seconds=60, at_fault=None, **faults):
@@ -102,17 +102,17 @@ def coordinate(lengths, method, single_rank_load, group_seconds=60, at_fault=Non
             "digests": [trajectory_digest(trajectory) for trajectory in trajectories],
         }
 
-    found = error_of(batch)
+    batches = error_of(batch)
     installed.undo()
-    return {"calls": engine.calls, **found}
+    return {"calls": engine.calls, **batches}
 
 
 def redistribute_as_areal_does(lengths):
     """AReaL's function, hooked, with AReaL's result."""
     installed = areal.install()
-    own = lengths[dist.get_rank()]
+    local = lengths[dist.get_rank()]
     result = dist_rollout.redistribute_trajectories(
-        [make_trajectory(100 * dist.get_rank() + number, rows) for number, rows in enumerate(own)],
+        [make_trajectory(100 * dist.get_rank() + number, rows) for number, rows in enumerate(local)],
         packing_algorithm="kk",
     )
     installed.undo()
@@ -130,9 +130,9 @@ def micro_batches(lengths, max_tokens, n_mbs_divisor):
     rows = [{"input_ids": torch.full((length,), row + 1)} for row, length in enumerate(lengths[dist.get_rank()])]
     spec = MicroBatchSpec(n_mbs=1, max_tokens_per_mb=max_tokens, n_mbs_divisor=n_mbs_divisor)
     installed = areal.install()
-    found = split_padded_tensor_dict_into_mb_list(pad_sequences_to_tensors(rows), spec)
+    batches = split_padded_tensor_dict_into_mb_list(pad_sequences_to_tensors(rows), spec)
     installed.undo()
-    return [(mb["input_ids"].amax(1) - 1).tolist() for mb in found.mbs], found.group_lens
+    return [(mb["input_ids"].amax(1) - 1).tolist() for mb in batches.mbs], batches.group_lens
 
 
 # What comes of it ----------------------------------------------------------------------------------------------------
@@ -211,11 +211,11 @@ def test_the_result_is_areals_without_what_other_ranks_have():
     results = world("redistribute_as_areal_does", lengths=lengths)
     assert sorted(index for part in results[0]["group_indices"] for index in part) == [0, 1, 2, 3, 4]
     for rank, result in enumerate(results):
-        own = results[0]["group_indices"][rank]
+        local = results[0]["group_indices"][rank]
         assert (result["type"], result["rank"]) == ("RedistributedData", rank)
         assert result["group_indices"] == results[0]["group_indices"]
-        assert result["ids"] == [ids[index] for index in own]
-        assert result["all"] == [ids[index] if index in own else None for index in range(5)]
+        assert result["ids"] == [ids[index] for index in local]
+        assert result["all"] == [ids[index] if index in local else None for index in range(5)]
 
 
 def test_a_padded_batch_is_split_alike_on_every_rank():
@@ -223,8 +223,8 @@ def test_a_padded_batch_is_split_alike_on_every_rank():
     lengths = [rng.integers(1, 100, count).tolist() for count in (30, 12, 21, 16)]
     results = world("micro_batches", lengths=lengths, max_tokens=400, n_mbs_divisor=2)
     assert len({len(slots) for slots, _ in results}) == 1
-    for (slots, tokens), of_rank in zip(results, lengths, strict=True):
-        assert sorted(row for slot in slots for row in slot) == list(range(len(of_rank)))
-        assert tokens == [sum(of_rank[row] for row in slot) for slot in slots]
+    for (slots, tokens), rank_lengths in zip(results, lengths, strict=True):
+        assert sorted(row for slot in slots for row in slot) == list(range(len(rank_lengths)))
+        assert tokens == [sum(rank_lengths[row] for row in slot) for slot in slots]
         assert max(tokens) <= 400
         assert len(slots) % 2 == 0

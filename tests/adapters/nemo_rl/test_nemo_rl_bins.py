@@ -29,13 +29,13 @@ Shard = Callable[[list[int]], list[list[list[int]]]]
 class Packer:
     """One sequence after another into the last bin, then as many bins as are asked for."""
 
-    def __init__(self, bin_capacity: int, least: int, multiple: int) -> None:
-        self.bin_capacity, self.least, self.multiple = bin_capacity, least, multiple
+    def __init__(self, bin_capacity: int, min_bins: int, multiple: int) -> None:
+        self.bin_capacity, self.least, self.multiple = bin_capacity, min_bins, multiple
 
     def pack(self, sequence_lengths: list[int]) -> list[list[int]]:
         bins: list[list[int]] = [[]]
         for index, length in enumerate(sequence_lengths):
-            if sum(sequence_lengths[other] for other in bins[-1]) + length > self.bin_capacity:
+            if sum(sequence_lengths[second] for second in bins[-1]) + length > self.bin_capacity:
                 bins.append([])
             bins[-1].append(index)
         while len(bins) < self.least or len(bins) % self.multiple:

@@ -95,11 +95,11 @@ def test_rows_move_after_the_copy(name: str, monkeypatch: pytest.MonkeyPatch) ->
         pipeline.progress(own_batches)
     assert were_copied == [True] * NUM_STEPS
 
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, model.items)
+    rank_items: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rank_items, model.items)
     for step in range(NUM_STEPS):
-        rows = [set(items[step]) for items in of_ranks]
-        first = BATCH_SIZE * len(of_ranks) * step
-        assert sorted(number for own in rows for number in own) == list(range(first, first + BATCH_SIZE * len(rows)))
-        assert {len(own) for own in rows} == {BATCH_SIZE}
-    assert all(own != set(range(min(own), min(own) + BATCH_SIZE)) for own in rows), "no row has moved"
+        rows = [set(items[step]) for items in rank_items]
+        first = BATCH_SIZE * len(rank_items) * step
+        assert sorted(number for row in rows for number in row) == list(range(first, first + BATCH_SIZE * len(rows)))
+        assert {len(row) for row in rows} == {BATCH_SIZE}
+    assert all(row != set(range(min(row), min(row) + BATCH_SIZE)) for row in rows), "no row has moved"

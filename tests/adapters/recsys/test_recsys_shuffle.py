@@ -122,17 +122,17 @@ def shuffle(item_lengths, *, batch_size, asynchronous=False):
     return outcome
 
 
-def shuffle_what_one_rank_spoils(item_lengths, *, batch_size, how):
+def shuffle_what_one_rank_spoils(item_lengths, *, batch_size, fault):
     """The error of this rank, where rank 1's batch is not fit to be shuffled."""
     rank = dist.get_rank()
     recsys.install()
     batch = make_batch(item_lengths[rank], rank=rank, batch_size=batch_size)
-    if rank == 1 and how == "dense":
+    if rank == 1 and fault == "dense":
         batch.user = batch.user[:-1]
-    elif rank == 1 and how == "rows":
+    elif rank == 1 and fault == "rows":
         batch = make_batch(item_lengths[rank], rank=rank, batch_size=batch_size + 1)
     shuffler = BatchShufflerFactory.create("megatron_balance")
-    if rank == 1 and how == "float":
+    if rank == 1 and fault == "float":
         shuffler.get_workloads = lambda batch: torch.ones(batch.batch_size)
     try:
         shuffler.shuffle(batch, dist.group.WORLD)
@@ -235,8 +235,8 @@ def test_r19_loads_of_hstu_within_a_thousandth(num_ranks):
     check_everything_is_kept(outcomes, batch_size=128)
     linear, quadratic = HSTU_4_HEADS_OF_256
 
-    def load(of_rank):
-        return sum(linear * 2 * items + quadratic * (2 * items) ** 2 for items in of_rank)
+    def load(rank_items):
+        return sum(linear * 2 * items + quadratic * (2 * items) ** 2 for items in rank_items)
 
     loads = [load([len(row[0]) for row in outcome["all_gather"]["rows"]]) for outcome in outcomes]
     assert max(loads) <= 1.001 * sum(loads) / num_ranks
@@ -259,16 +259,16 @@ def test_in_two_halves_with_two_batches_under_way():
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("fault", "message"),
     [
         ("dense", "rank 1 cannot go on: user has shape [3, 3]"),
         ("float", "rank 1 cannot go on: get_workloads gave torch.float32"),
         ("rows", "'samples of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_raised_on_all(how, message):
+def test_what_is_wrong_on_one_rank_is_raised_on_all(fault, message):
     lengths = [[1, 2, 3, 4]] * 3
-    errors = ranks(3, "shuffle_what_one_rank_spoils", item_lengths=lengths, batch_size=4, how=how)
+    errors = ranks(3, "shuffle_what_one_rank_spoils", item_lengths=lengths, batch_size=4, fault=fault)
     assert all(message in error for error in errors), errors
 
 
@@ -330,5 +330,5 @@ def test_a_taken_name_changes_nothing():
 
 def test_without_a_checkout_the_message_says_what_is_missing():
     code = "from megatron_balance.adapters import recsys; recsys.install()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "PYTHONPATH must name the examples folder of recsys-examples" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "PYTHONPATH must name the examples folder of recsys-examples" in process.stderr

@@ -33,8 +33,8 @@ def build_dp_schedule(
     slots = [
         [[*samples[rank + dp_size * slot :: dp_size * per_rank]] for slot in range(per_rank)] for rank in range(dp_size)
     ]
-    partitions = [[*chain.from_iterable(of_rank)] for of_rank in slots]
-    places = [[[*map(part.index, held)] for held in of_rank] for part, of_rank in zip(partitions, slots, strict=True)]
+    partitions = [[*chain.from_iterable(indices)] for indices in slots]
+    places = [[[*map(part.index, ids)] for ids in indices] for part, indices in zip(partitions, slots, strict=True)]
     return partitions, places, [per_rank], [global_batch_size]
 
 

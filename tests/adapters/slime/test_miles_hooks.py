@@ -42,7 +42,7 @@ def _package_shards(args, data, partitions):
 def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module in which the actor's class lies, which has bound `split_train_data_by_dp` by value."""
 
-    def put(name: str, **content: Any) -> types.ModuleType:
+    def place(name: str, **content: Any) -> types.ModuleType:
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -54,21 +54,21 @@ def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     packages = ("miles", "miles.utils", "miles.ray", "miles.ray.rollout")
     if request.param == "double":
         for name in packages:
-            put(name)
-        put("miles.utils.dp_schedule", build_dp_schedule=build_dp_schedule)
-        exec(DOUBLE, vars(put(CONVERSION)))
+            place(name)
+        place("miles.utils.dp_schedule", build_dp_schedule=build_dp_schedule)
+        exec(DOUBLE, vars(place(CONVERSION)))
     else:
         for name in packages:  # without what their __init__ imports: engines and Ray
-            put(name, __path__=[str(Path(os.environ["MILES_CHECKOUT"], *name.split(".")))])
-        store = types.SimpleNamespace(put=lambda value, value_spec: value)
-        put("miles.utils.object_store", get_instance=lambda: store, ValueSpec=lambda **_: None)
+            place(name, __path__=[str(Path(os.environ["MILES_CHECKOUT"], *name.split(".")))])
+        store = types.SimpleNamespace(place=lambda value, value_spec: value)
+        place("miles.utils.object_store", get_instance=lambda: store, ValueSpec=lambda **_: None)
         vars(sys.modules["miles.utils"])["object_store"] = sys.modules["miles.utils.object_store"]
-        put("miles.utils.multi_lora", is_multi_lora_enabled=lambda args: False)
-        put("miles.utils.types", Sample=None)
-        put("miles.utils.timer", Timer=None)
+        place("miles.utils.multi_lora", is_multi_lora_enabled=lambda args: False)
+        place("miles.utils.types", Sample=None)
+        place("miles.utils.timer", Timer=None)
         importlib.import_module(CONVERSION)
     conversion = sys.modules[CONVERSION]
-    yield put(MANAGER, split_train_data_by_dp=conversion.split_train_data_by_dp)
+    yield place(MANAGER, split_train_data_by_dp=conversion.split_train_data_by_dp)
     miles.driver.undo()
     miles.actor.undo()
 
@@ -95,8 +95,8 @@ def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
     for keeps, steps in ((True, 2), (False, 1)):
         args = qwen3_4b(global_batch_size=8, allow_partial_train_step=keeps)
         shards = manager.split_train_data_by_dp(args, data_of(lengths), parallel_config())
-        held = sorted(sample for shard in shards for sample in shard["partition"])
-        assert held == list(range(14 if keeps else 8))
+        ids = sorted(sample for shard in shards for sample in shard["partition"])
+        assert ids == list(range(14 if keeps else 8))
         assert {len(shard["micro_batch_indices"]) for shard in shards} == {steps}
 
 

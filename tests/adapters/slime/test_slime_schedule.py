@@ -63,7 +63,9 @@ def plan(
 def slots_of(schedule: Any) -> list[list[list[int]]]:
     """For every rank, for every micro-batch, positions in the rollout batch."""
     partitions, indices, _, _ = schedule
-    return [[[part[i] for i in held] for held in slots] for part, slots in zip(partitions, indices, strict=True)]
+    return [
+        [[part[i] for i in slot_ids] for slot_ids in slots] for part, slots in zip(partitions, indices, strict=True)
+    ]
 
 
 def costs(schedule: Any, lengths: list[int], cost: CostModel = QWEN3_4B) -> np.ndarray:
@@ -71,23 +73,23 @@ def costs(schedule: Any, lengths: list[int], cost: CostModel = QWEN3_4B) -> np.n
     return np.array([[sum(cost.local_cost(lengths[s]) for s in ids) for ids in slots] for slots in slots_of(schedule)])
 
 
-def over_mean(of_ranks: np.ndarray) -> float:
-    return float(of_ranks.max() * len(of_ranks) / of_ranks.sum())
+def over_mean(rank_costs: np.ndarray) -> float:
+    return float(rank_costs.max() * len(rank_costs) / rank_costs.sum())
 
 
 def check(
-    schedule: Any, lengths: list[int], *, kept: list[int] | None = None, cap: int = 9216, multiple: int = 1
+    schedule: Any, lengths: list[int], *, expected: list[int] | None = None, cap: int = 9216, multiple: int = 1
 ) -> None:
     """slime's invariants, as its own tests assert them, the cap and no empty micro-batch besides."""
     partitions, indices, num_microbatches, _ = schedule
     padded = [-(-length // multiple) * multiple for length in lengths]
     for partition, slots in zip(partitions, indices, strict=True):
         assert len(slots) == sum(num_microbatches)
-        assert [i for held in slots for i in held] == list(range(len(partition)))
+        assert [i for slot_ids in slots for i in slot_ids] == list(range(len(partition)))
         assert all(slots)
-        assert all(len(held) == 1 or sum(padded[partition[i]] for i in held) <= cap for held in slots)
-    placed = sorted(sample for partition in partitions for sample in partition)
-    assert placed == (list(range(len(lengths))) if kept is None else kept)
+        assert all(len(slot_ids) == 1 or sum(padded[partition[i]] for i in slot_ids) <= cap for slot_ids in slots)
+    ids_by_rank = sorted(sample for partition in partitions for sample in partition)
+    assert ids_by_rank == (list(range(len(lengths))) if expected is None else expected)
 
 
 @given(
@@ -159,8 +161,8 @@ def test_a_step_of_too_few_samples_is_slimes_own(checkout: str | None, caplog: p
             patch.setattr(mpu, "get_context_parallel_world_size", lambda: 1)
             returns = importlib.import_module("slime.utils.ppo_utils").get_reinforce_plus_plus_returns
             for partition in partitions:
-                ones, sizes = [torch.ones(4) for _ in partition], [4] * len(partition)
-                assert all(map(torch.any, returns(torch.ones(len(partition)), ones, ones, sizes, sizes, 0.0, 1.0)))
+                units, sizes = [torch.ones(4) for _ in partition], [4] * len(partition)
+                assert all(map(torch.any, returns(torch.ones(len(partition)), units, units, sizes, sizes, 0.0, 1.0)))
 
 
 @WHERE
@@ -174,10 +176,10 @@ def test_siblings_share_a_step_and_trailing_rollouts_drop() -> None:
     rollouts = [0, 0, 1, 2, 2, 3, 4, 4]
     lengths = [300, 200, 400, 100, 500, 600, 700, 800]
     schedule = plan(lengths, config=parallel_config(2), rollouts=rollouts, global_batch_size=2)
-    check(schedule, lengths, kept=[0, 1, 2, 3, 4, 5])
+    check(schedule, lengths, expected=[0, 1, 2, 3, 4, 5])
     _, _, num_microbatches, global_batch_sizes = schedule
     assert global_batch_sizes == [2, 2]
-    first = [sample for slots in slots_of(schedule) for held in slots[: num_microbatches[0]] for sample in held]
+    first = [id_ for slots in slots_of(schedule) for ids in slots[: num_microbatches[0]] for id_ in ids]
     assert sorted(first) == [0, 1, 2]
 
 
@@ -225,8 +227,12 @@ def test_layers_that_only_the_checkpoint_tells(tmp_path: Path, module: str, chec
     """With these specs layers have linear or sparse attention, and no argument says so; for GLM-4 arguments say all."""
     (tmp_path / "config.json").write_text(json.dumps(PRESETS[checkpoint]))
     args = qwen3_4b(spec=[f"slime_plugins.models.{module}", "get_spec"], hf_checkpoint=str(tmp_path))
-    found, expected = slime.SlimeOptions().cost_model(args), CostModel.from_shape(ModelShape.preset(described))
-    assert (found.linear, found.quadratic, found.windows) == (expected.linear, expected.quadratic, expected.windows)
+    cost_model, expected = slime.SlimeOptions().cost_model(args), CostModel.from_shape(ModelShape.preset(described))
+    assert (cost_model.linear, cost_model.quadratic, cost_model.windows) == (
+        expected.linear,
+        expected.quadratic,
+        expected.windows,
+    )
 
 
 MOE = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "expert_model_parallel_size": 4}
@@ -246,7 +252,7 @@ def test_ranks_that_meet_in_every_micro_batch(sizes: dict[str, int], objective: 
 
 
 @pytest.mark.parametrize(
-    ("given", "reduces"),
+    ("precision", "reduces"),
     [
         ({}, False),
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, True),
@@ -254,9 +260,11 @@ def test_ranks_that_meet_in_every_micro_batch(sizes: dict[str, int], objective: 
         ({"fp8": None, "fp8_recipe": "delayed"}, False),  # Megatron's default recipe, without FP8
     ],
 )
-def test_ranks_reduce_in_every_micro_batch_under_delayed_scaling(given: dict[str, str | None], reduces: bool) -> None:
+def test_ranks_reduce_in_every_micro_batch_under_delayed_scaling(
+    precision: dict[str, str | None], reduces: bool
+) -> None:
     """Transformer Engine reduces amaxes over all of them: ranks of unequal numbers of micro-batches would hang."""
-    topology = slime._topology(qwen3_4b(**given), train_parallel_config=parallel_config())
+    topology = slime._topology(qwen3_4b(**precision), train_parallel_config=parallel_config())
     assert topology.reduces_in_microbatches is reduces
 
 

@@ -31,12 +31,12 @@ COST = CostModel(linear=24576, quadratic=1)
 def test_steps_hold_whole_groups_and_every_sample_once(groups, global_batch_size):
     steps = [step.tolist() for step in split_rollout(groups, global_batch_size=global_batch_size)]
     assert sorted(chain.from_iterable(steps)) == list(range(len(groups)))
-    of_steps = [{groups[sample] for sample in step} for step in steps]
+    groups_by_step = [{groups[sample] for sample in step} for step in steps]
     # Groups come in the order of their first samples, a step's worth at a time.
     in_order = list(dict.fromkeys(groups))
-    assert [*chain.from_iterable(sorted(ids, key=in_order.index) for ids in of_steps)] == in_order
-    assert {len(ids) for ids in of_steps[:-1]} <= {global_batch_size}
-    assert not of_steps or len(of_steps[-1]) == (len(in_order) - 1) % global_batch_size + 1
+    assert [*chain.from_iterable(sorted(ids, key=in_order.index) for ids in groups_by_step)] == in_order
+    assert {len(ids) for ids in groups_by_step[:-1]} <= {global_batch_size}
+    assert not groups_by_step or len(groups_by_step[-1]) == (len(in_order) - 1) % global_batch_size + 1
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])
@@ -79,23 +79,23 @@ def test_no_more_micro_batches_than_the_tokens_ask_for():
     st.integers(1, 5),
     st.booleans(),
 )
-def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, least, mountain):
-    options = {"min_count": least, "multiple": multiple, "samples_per_unit": 2, "mountain": mountain}
-    needed = -(-max(least, -(-sum(lengths) // max_tokens)) // multiple) * multiple
-    if len(lengths) // 2 < needed:
+def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, min_count, mountain):
+    options = {"min_count": min_count, "multiple": multiple, "samples_per_unit": 2, "mountain": mountain}
+    min_slots = -(-max(min_count, -(-sum(lengths) // max_tokens)) // multiple) * multiple
+    if len(lengths) // 2 < min_slots:
         with pytest.raises(BalanceError, match="micro-batches under max_tokens_per_gpu"):
             agreed_microbatches(lengths, max_tokens=max_tokens, cost_model=COST, **options)
         return
     try:
         slots = agreed_microbatches(lengths, max_tokens=max_tokens, cost_model=COST, **options)
     except BalanceError:
-        assert len(lengths) // 2 < 2 * needed + multiple  # too few pairs to fill twice as many
+        assert len(lengths) // 2 < 2 * min_slots + multiple  # too few pairs to fill twice as many
         return
     assert sorted(chain.from_iterable(slots)) == list(range(len(lengths)))
     assert all(sum(lengths[sample] for sample in slot) <= max_tokens for slot in slots)
     assert all(slot[::2] == [sample - 1 for sample in slot[1::2]] for slot in slots)
     assert len(slots) % multiple == 0
-    assert len(slots) >= needed
+    assert len(slots) >= min_slots
 
 
 HOME_RANKS, RANKS = np.array([0, 0, 0, 1, 1, 2]), np.array([2, 0, 1, 2, 2, 0])
@@ -104,16 +104,16 @@ NUM_PAIRS = [3, 0, 2, 1, 4, 2]
 
 def exchange():
     """Rows of pairs of numbers and of three flags: what this rank gets of them."""
-    own = np.flatnonzero(dist.get_rank() == HOME_RANKS).tolist()
+    local = np.flatnonzero(dist.get_rank() == HOME_RANKS).tolist()
     samples = [
         moving_sample(
             {"pairs": torch.full((NUM_PAIRS[sample], 2), 7 * sample, dtype=torch.int16)},
             per_sample={"flags": torch.tensor([sample % 2 > 0, sample > 2, True])},
         )
-        for sample in own
+        for sample in local
     ]
     gathered = gather_lengths(
-        [100 * sample for sample in own],
+        [100 * sample for sample in local],
         ragged_lengths=[sample.ragged_lengths for sample in samples],
         schema=SampleSchema.of(samples[0]),
         group=dist.group.WORLD,
@@ -186,7 +186,7 @@ def launched(folder, *arguments, options=""):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--switch", "--window", "3", "train.py", "--window", "9"], "True 3 None\n['--window', '9'] __main__ beside"),
         (["--cost", "tokens", "-m", "beside"], "False 2 tokens\n[] __main__"),
@@ -196,14 +196,14 @@ def launched(folder, *arguments, options=""):
         (["--of-host", "a", "--my-window", "3", "x"], "False 3 None\n['--of-host', 'a', 'x'] __main__"),
     ],
 )
-def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path, arguments, says):
+def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path, arguments, message):
     tell = "import sys; print(sys.argv[1:], __name__"
     (tmp_path / "train.py").write_text(f"{tell}, 'beside' * ('beside' in sys.modules or bool(__import__('beside'))))")
     (tmp_path / "beside.py").write_text(f"{tell}) if __name__ == '__main__' else None")
     options = ", prefix='my-', module='beside'" if "--my-window" in arguments else ""
-    done = launched(tmp_path, *arguments, options=options)
-    assert says in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    process = launched(tmp_path, *arguments, options=options)
+    assert message in process.stdout + process.stderr
+    assert "Traceback" not in process.stderr
 
 
 FAILS = """
@@ -222,19 +222,19 @@ except OSError as error:
 
 def test_an_error_of_the_script_keeps_its_traceback_and_its_cause(tmp_path):
     (tmp_path / "train.py").write_text(FAILS)
-    done = launched(tmp_path, "train.py")
-    assert "reported BalanceError" in done.stdout
-    assert 'train.py", line 5, in load' in done.stderr
-    assert done.stderr.rstrip().endswith("BalanceError: rank 3 cannot go on")
-    assert done.returncode == 1
+    process = launched(tmp_path, "train.py")
+    assert "reported BalanceError" in process.stdout
+    assert 'train.py", line 5, in load' in process.stderr
+    assert process.stderr.rstrip().endswith("BalanceError: rank 3 cannot go on")
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize("name", ["slime", "miles", "torchspec", "nemo_rl", "verl", "recsys"])
 def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
     hosts = f"{{'torch', 'ray', 'torchrec', 'commons', {name!r}}}"
     code = f"import sys, megatron_balance.adapters.{name} as one; print(one.is_installed(), {hosts} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "set()"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False", "set()"]
 
 
 @pytest.mark.parametrize("name", ["slime", "torchspec", "nemo_rl", "verl", "areal"])
@@ -247,9 +247,9 @@ def test_every_option_of_install_is_documented(name):
 def imports_within_functions(path):
     nodes = list(ast.walk(ast.parse(path.read_text())))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    inside = [node for function in functions for node in ast.walk(function)]
-    names = [alias.name for node in inside if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in inside if isinstance(node, ast.ImportFrom)]
+    descendants = [node for function in functions for node in ast.walk(function)]
+    names = [alias.name for node in descendants if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in descendants if isinstance(node, ast.ImportFrom)]
     return nodes, {name.partition(".")[0] for name in names}
 
 

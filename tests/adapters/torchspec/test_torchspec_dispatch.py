@@ -15,14 +15,14 @@ def lengths_of(num_samples, seed=0):
 
 
 def drain(queue):
-    taken = []
+    count = []
     while not queue.empty():
-        taken.append(queue.get_nowait())
-    return taken
+        count.append(queue.get_nowait())
+    return count
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"approach": "A", "cost": "tokens"},
         {"approach": "A"},
@@ -31,30 +31,30 @@ def drain(queue):
         {"approach": "C", "window": 1},
         {"approach": "C", "window": 2},
     ],
-    ids=lambda asked: "-".join(str(value) for value in asked.values()),
+    ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_a_hundred_dispatches_lose_nothing_and_fill_every_rank_alike(host, asked):
-    host.install(**asked)
+def test_a_hundred_dispatches_lose_nothing_and_fill_every_rank_alike(host, options):
+    host.install(**options)
     controller, results = host.controller(), host.results(lengths_of(805))
     controller.prompt_buffer.extend(results)
     num_dispatches, received = 0, []
     for _ in range(10 * len(results)):
         if controller.prompt_buffer:
             # Inference brings three at a time, so that pools of all sizes are met.
-            taken = [controller.prompt_buffer.popleft() for _ in range(min(3, len(controller.prompt_buffer)))]
-            controller.push_inference_results(taken)
+            count = [controller.prompt_buffer.popleft() for _ in range(min(3, len(controller.prompt_buffer)))]
+            controller.push_inference_results(count)
         if controller.try_dispatch_batch():
             num_dispatches += 1
             ranks = [drain(queue) for queue in controller.train_queues]
             assert [len(rank) for rank in ranks] == [2] * 4
             received += [result.data_id for rank in ranks for result in rank]
     assert num_dispatches == 100
-    if asked.get("window", 1) > 1:
+    if options.get("window", 1) > 1:
         status = controller.get_status()
         assert 0 < status["balance_max_delay_dispatches"] <= status["balance_delay_limit_dispatches"]
-    left = [result.data_id for result in controller.sample_pool]
-    assert len(left) == 5
-    assert sorted(received + left) == sorted(result.data_id for result in results)
+    remainder = [result.data_id for result in controller.sample_pool]
+    assert len(remainder) == 5
+    assert sorted(received + remainder) == sorted(result.data_id for result in results)
     assert sorted(controller._sample_bytes) == sorted(result.mooncake_key for result in controller.sample_pool)
 
 
@@ -72,8 +72,8 @@ def test_none_leaves_later_than_the_bound(host):
     host.install("B", window=2)
     controller = host.controller(dp_size=2, micro_batch_size=4)
     controller.prompt_buffer.append("more")
-    of_their_own = [2**index for index in range(9)]
-    controller.push_inference_results(host.results([*of_their_own, *[of_their_own[0]] * 7]))
+    evaluation = [2**index for index in range(9)]
+    controller.push_inference_results(host.results([*evaluation, *[evaluation[0]] * 7]))
     for turn in range(1, 9):
         assert controller.try_dispatch_batch()
         controller.push_inference_results(host.results([2 ** (turn + 8), *[2**turn] * 7], start=8 + 8 * turn))
@@ -81,18 +81,18 @@ def test_none_leaves_later_than_the_bound(host):
     assert status["balance_max_delay_dispatches"] == status["balance_delay_limit_dispatches"] == 4
 
 
-@pytest.mark.parametrize("most", [4, 5, 8, 15, 40])
+@pytest.mark.parametrize("max_size", [4, 5, 8, 15, 40])
 @pytest.mark.parametrize("inference_batch", [1, 8])
-def test_a_pool_smaller_than_the_window_does_not_deadlock(host, most, inference_batch):
+def test_a_pool_smaller_than_the_window_does_not_deadlock(host, max_size, inference_batch):
     host.install("B", window=4)
-    controller = host.controller(dp_size=2, micro_batch_size=2, max_sample_pool_size=most)
+    controller = host.controller(dp_size=2, micro_batch_size=2, max_sample_pool_size=max_size)
     controller.prompt_buffer.extend(host.results(lengths_of(80)))
     calls = num_dispatches = 0
     while num_dispatches < 20:
         # As the inference manager does: it pauses while the pool holds `max_sample_pool_size`.
-        if controller.get_pool_size() < most:
-            taken = min(inference_batch, len(controller.prompt_buffer))
-            controller.push_inference_results([controller.prompt_buffer.popleft() for _ in range(taken)])
+        if controller.get_pool_size() < max_size:
+            count = min(inference_batch, len(controller.prompt_buffer))
+            controller.push_inference_results([controller.prompt_buffer.popleft() for _ in range(count)])
         num_dispatches += controller.try_dispatch_batch()
         calls += 1
         assert calls <= 200, f"stuck after {num_dispatches} dispatches with {len(controller.sample_pool)} in the pool"
@@ -122,10 +122,12 @@ def figures(controller, results, *, micro_batch_size):
     coming, times, tokens = controller.prompt_buffer, [], 0
     coming.extend(results)
     while coming or controller.get_pool_size() >= controller.dispatch_batch_size:
-        taken = min(len(coming), controller.dispatch_batch_size)
-        controller.push_inference_results([coming.popleft() for _ in range(taken)])
+        count = min(len(coming), controller.dispatch_batch_size)
+        controller.push_inference_results([coming.popleft() for _ in range(count)])
         if controller.try_dispatch_batch():
-            ranks = [[one.tensor_shapes["input_ids"][-1] for one in drain(queue)] for queue in controller.train_queues]
+            ranks = [
+                [item.tensor_shapes["input_ids"][-1] for item in drain(queue)] for queue in controller.train_queues
+            ]
             times.append([micro_batch_size * max(rank) for rank in ranks])
             tokens += sum(map(sum, ranks))
     grid, ideal = np.array(times), tokens / controller.dp_size
@@ -142,9 +144,9 @@ def test_a_window_shortens_the_step(host, window, micro_batch_size, over_stock):
     stock = figures(host.controller(**sizes), results, micro_batch_size=micro_batch_size)
     host.module.AsyncTrainingController.__ray_metadata__.last_export_cluster_and_job = None
     host.install("B", window=window)
-    ours = figures(host.controller(**sizes), results, micro_batch_size=micro_batch_size)
-    assert ours[0] <= over_stock * stock[0]
-    assert ours[1] < stock[1] / 2
+    balanced = figures(host.controller(**sizes), results, micro_batch_size=micro_batch_size)
+    assert balanced[0] <= over_stock * stock[0]
+    assert balanced[1] < stock[1] / 2
 
 
 # Installing ----------------------------------------------------------------------------------------------------------

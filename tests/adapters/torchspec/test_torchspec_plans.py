@@ -48,18 +48,18 @@ def test_padded_has_the_least_padding_there_is(host, dispatch):
     host.install("A")
     dp_size, lengths = dispatch
     count = len(lengths) // dp_size
-    least = min(
+    minimum = min(
         padded_tokens(order, [range(start, start + count) for start in range(0, len(order), count)])
         for order in permutations(lengths)
     )
-    assert padded_tokens(lengths, host.ranks(lengths, dp_size=dp_size)) == least
+    assert padded_tokens(lengths, host.ranks(lengths, dp_size=dp_size)) == minimum
 
 
 def test_no_rank_is_the_slowest_in_every_turn(host):
     host.install("A")
     lengths = [800, 100, 700, 200, 600, 300, 500, 400]
     turns = [host.ranks(lengths, dp_size=4, turn=turn) for turn in range(64)]
-    assert {next(rank for rank, of_rank in enumerate(ranks) if 0 in of_rank) for ranks in turns} == {0, 1, 2, 3}
+    assert {next(rank for rank, rank_ids in enumerate(ranks) if 0 in rank_ids) for ranks in turns} == {0, 1, 2, 3}
 
 
 def test_longest_first_pairs_the_longest_with_the_shortest(host):
@@ -93,7 +93,7 @@ def test_what_cannot_be_shared_evenly_is_left_to_torchspec(host, dp_size, num_sa
     for result in results[1:2]:
         result.tensor_shapes = None
     ranks = host.controller(dp_size=dp_size)._partition_results(results)
-    assert sorted(one.data_id for rank in ranks for one in rank) == [f"d{sample}" for sample in range(num_samples)]
+    assert sorted(item.data_id for rank in ranks for item in rank) == [f"d{sample}" for sample in range(num_samples)]
     assert dp_size == 2 or ranks == [results[rank::dp_size] for rank in range(dp_size)]
 
 
@@ -112,8 +112,8 @@ def test_those_leave_with_the_oldest_that_pad_least(host, lengths, leaving):
     controller = host.controller(dp_size=2)
     controller.push_inference_results(host.results([*lengths, lengths[0]]))
     assert controller.try_dispatch_batch()
-    gone = {f"d{sample}" for sample in range(9)} - {result.data_id for result in controller.sample_pool}
-    assert gone == {f"d{sample}" for sample in leaving}
+    dispatched = {f"d{sample}" for sample in range(9)} - {result.data_id for result in controller.sample_pool}
+    assert dispatched == {f"d{sample}" for sample in leaving}
 
 
 def data(lengths):
@@ -124,8 +124,8 @@ def data(lengths):
 def presorting(host):
     """A controller with a data set, approach C."""
 
-    def make(samples, *, micro_batch_size=2, **asked):
-        host.install("C", **asked)
+    def make(samples, *, micro_batch_size=2, **options):
+        host.install("C", **options)
         controller = host.controller(dp_size=4, micro_batch_size=micro_batch_size)
         controller._stored_dataset = samples
         return controller

@@ -33,13 +33,13 @@ def run(code, **variables):
 
 
 def test_install_and_undo():
-    before, kept = functions(), None
+    before, restored = functions(), None
     installed = adapter.install(model="Qwen3-8B")
     try:
         assert adapter.is_installed()
         assert adapter.install(model="Qwen3-8B") is installed
-        kept = seqlen_balancing.calculate_workload
-        assert kept(HUNDRED).tolist() == QWEN3_8B
+        restored = seqlen_balancing.calculate_workload
+        assert restored(HUNDRED).tolist() == QWEN3_8B
         with pytest.raises(BalanceError, match="verl is hooked already with CostModel"):
             adapter.install(model="Qwen3-4B")
     finally:
@@ -47,15 +47,15 @@ def test_install_and_undo():
     assert not adapter.is_installed()
     assert functions() == before
     assert seqlen_balancing.calculate_workload(HUNDRED).tolist() == VERLS_OWN
-    assert kept(HUNDRED).tolist() == VERLS_OWN  # a module that bound the hook by value
+    assert restored(HUNDRED).tolist() == VERLS_OWN  # a module that bound the hook by value
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_without_its_variable_the_plug_in_does_nothing(value):
     """conftest.py names the plug-in among verl's external modules, in every process of these tests."""
     code = "import verl; from megatron_balance.adapters import verl as adapter; print(adapter.is_installed())"
-    found = run(code, **({} if value is None else {"MEGATRON_BALANCE_VERL": value}))
-    assert found.stdout.strip() == "False", found.stderr
+    output = run(code, **({} if value is None else {"MEGATRON_BALANCE_VERL": value}))
+    assert output.stdout.strip() == "False", output.stderr
 
 
 @pytest.fixture
@@ -80,16 +80,16 @@ def test_the_variable_installs_it_by_the_entry_point(entry_points):
         "print(seqlen_balancing.calculate_workload(torch.tensor([100])).tolist(), before, hooked())"
     )
     variables = {"PYTHONPATH": entry_points, "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"}
-    found = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B", **variables)
+    output = run(code, MEGATRON_BALANCE_VERL="model=Qwen3-8B", **variables)
     # A trainer loads after the plug-in: it is hooked where a worker group is made.
-    assert found.stdout.strip() == f"{QWEN3_8B} False True", found.stderr
+    assert output.stdout.strip() == f"{QWEN3_8B} False True", output.stderr
 
 
-@pytest.mark.parametrize(("value", "says"), [("model=none-such", "Qwen3-8B"), ("dispatch=yes", "dispatch=yes")])
-def test_an_error_of_the_plug_in_ends_the_process(entry_points, value, says):
+@pytest.mark.parametrize(("value", "message"), [("model=none-such", "Qwen3-8B"), ("dispatch=yes", "dispatch=yes")])
+def test_an_error_of_the_plug_in_ends_the_process(entry_points, value, message):
     """verl catches every Exception of a plug-in and says nothing."""
-    found = run("import verl; print('went on')", MEGATRON_BALANCE_VERL=value, PYTHONPATH=entry_points)
-    assert found.returncode == 1
-    assert "went on" not in found.stdout
-    assert found.stderr.startswith(f"MEGATRON_BALANCE_VERL={value!r}: ")
-    assert says in found.stderr
+    output = run("import verl; print('went on')", MEGATRON_BALANCE_VERL=value, PYTHONPATH=entry_points)
+    assert output.returncode == 1
+    assert "went on" not in output.stdout
+    assert output.stderr.startswith(f"MEGATRON_BALANCE_VERL={value!r}: ")
+    assert message in output.stderr

@@ -75,9 +75,9 @@ def on_two_ranks(lengths, **arguments):
 
 @pytest.mark.parametrize(("arguments", "counts"), [({}, [4, 4]), ({"same_micro_num_in_dp": False}, [4, 1])])
 def test_two_ranks_have_the_same_count(arguments, counts):
-    found = on_two_ranks(FAR_APART, **arguments)
-    assert [len(indices) for indices in found] == counts
-    for lengths, indices in zip(FAR_APART, found, strict=True):
+    slots_by_rank = on_two_ranks(FAR_APART, **arguments)
+    assert [len(indices) for indices in slots_by_rank] == counts
+    for lengths, indices in zip(FAR_APART, slots_by_rank, strict=True):
         assert all(indices)
         assert max(tokens(lengths, indices)) <= 100
 

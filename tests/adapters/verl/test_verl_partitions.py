@@ -44,9 +44,9 @@ def partitions(loads, num_parts):
 )
 def test_every_form_of_lengths_gives_exact_int64(seqlens):
     """R11. 70,000 squared leaves int32, and 70,000² + 24576·70,000 is not a float32."""
-    found = work(seqlens)
-    assert found.dtype == torch.int64
-    assert found.tolist() == [3 * 24576 + 9, 70_000 * 24576 + 70_000**2]
+    costs = work(seqlens)
+    assert costs.dtype == torch.int64
+    assert costs.tolist() == [3 * 24576 + 9, 70_000 * 24576 + 70_000**2]
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def test_every_form_of_lengths_gives_exact_int64(seqlens):
 def test_the_factor_is_the_models(model, factor):
     """R13, R14."""
     lengths = np.array([5000, 1_000_000])
-    found = work(torch.tensor(lengths), model).numpy()
-    np.testing.assert_allclose(found, lengths**2 + factor * lengths, rtol=1e-4)
+    costs = work(torch.tensor(lengths), model).numpy()
+    np.testing.assert_allclose(costs, lengths**2 + factor * lengths, rtol=1e-4)
     # Every call has the same unit, whatever else it holds.
-    assert work(torch.tensor(lengths[:1]), model).item() == found[0]
+    assert work(torch.tensor(lengths[:1]), model).item() == costs[0]
 
 
-@pytest.mark.parametrize(("model", "says"), [({"mlp_workload_factor": -1}, "is -1"), (7, "the model is a int")])
-def test_a_model_that_cannot_be_is_named(model, says):
-    with pytest.raises(BalanceError, match=says):
+@pytest.mark.parametrize(("model", "message"), [({"mlp_workload_factor": -1}, "is -1"), (7, "the model is a int")])
+def test_a_model_that_cannot_be_is_named(model, message):
+    with pytest.raises(BalanceError, match=message):
         work(torch.tensor([1]), model)
 
 
@@ -82,19 +82,19 @@ def test_62_rows_over_4_ranks():
     assert partitions(torch.tensor(loads), 4) == partitions([torch.tensor(load) for load in loads], 4) == parts
 
 
-@pytest.mark.parametrize(("loads", "says"), [([1, 2], "parts is 3"), ([1.0, 0.5, 1], r"workload 1 is 0\.5")])
-def test_what_cannot_be_parted_is_named(loads, says):
-    with pytest.raises(BalanceError, match=says):
+@pytest.mark.parametrize(("loads", "message"), [([1, 2], "parts is 3"), ([1.0, 0.5, 1], r"workload 1 is 0\.5")])
+def test_what_cannot_be_parted_is_named(loads, message):
+    with pytest.raises(BalanceError, match=message):
         partitions(loads, 3)
 
 
-@pytest.mark.parametrize(("num_rows", "of_part"), [(10, 3), (62, 16)])
-def test_rows_that_ranks_do_not_divide_come_back_in_order(num_rows, of_part):
+@pytest.mark.parametrize(("num_rows", "part_rows"), [(10, 3), (62, 16)])
+def test_rows_that_ranks_do_not_divide_come_back_in_order(num_rows, part_rows):
     """R9, R12. Padding is not at the end of a balanced order: trimmed before the order is undone, it loses a row."""
     lengths = HEAVY_TAIL if num_rows == 10 else np.random.default_rng(0).integers(1, 200, num_rows)
     balanced, rows = verl.balance_data_proto(padded_batch(lengths), 4), list(range(num_rows))
     parts, back = list(balanced.parts), balanced.restore(list(balanced.parts))
-    assert [len(part) for part in parts] == [of_part] * 4
+    assert [len(part) for part in parts] == [part_rows] * 4
     assert back.batch["row"].tolist() == rows
     assert back.batch["attention_mask"].sum(dim=1).tolist() == list(lengths)
     assert back.non_tensor_batch["name"].tolist() == [f"row {row}" for row in rows]

@@ -17,7 +17,7 @@ def work(tokens):
     return tokens**2 + 24576 * tokens
 
 
-def trainer_of(*, ppo_mini_batch_size, rollout_n=1, of_critic=None, **attributes):
+def trainer_of(*, ppo_mini_batch_size, rollout_n=1, critic_prompts=None, **attributes):
     """The parts of a trainer that `_balance_batch` reads. Eight workers, two to a data-parallel rank."""
     actor = SimpleNamespace(ppo_mini_batch_size=ppo_mini_batch_size, get=lambda key: ppo_mini_batch_size)
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=rollout_n))
@@ -27,11 +27,11 @@ def trainer_of(*, ppo_mini_batch_size, rollout_n=1, of_critic=None, **attributes
         config=SimpleNamespace(
             actor_rollout_ref=role,
             trainer=SimpleNamespace(critic_warmup=0),
-            critic=SimpleNamespace(ppo_mini_batch_size=of_critic),
+            critic=SimpleNamespace(ppo_mini_batch_size=critic_prompts),
         ),
         actor_rollout_wg=group,
         tokenizer=SimpleNamespace(eos_token_id=0),
-        use_critic=of_critic is not None,
+        use_critic=critic_prompts is not None,
         global_steps=1,
         **attributes,
     )
@@ -71,19 +71,21 @@ def slices_of(rows, *, minibatch_rows):
 
 
 @pytest.mark.parametrize(
-    ("of_trainer", "of_critic"),
+    ("form", "critic_prompts"),
     [("rows, mini-batches kept", None), *[("rows", size) for size in (None, 3, 4, 8)], ("keys", None), ("keys", 4)],
 )
-def test_every_mini_batch_keeps_its_rows_and_is_balanced(of_trainer, of_critic):
+def test_every_mini_batch_keeps_its_rows_and_is_balanced(form, critic_prompts):
     """R15: the smaller mini-batches of actor and critic; three prompts do not divide the actor's four."""
-    trainer = trainer_of(ppo_mini_batch_size=8 if of_critic == 4 else 4, rollout_n=4, of_critic=of_critic)
-    if of_trainer == "keys":
+    trainer = trainer_of(
+        ppo_mini_batch_size=8 if critic_prompts == 4 else 4, rollout_n=4, critic_prompts=critic_prompts
+    )
+    if form == "keys":
         rows, metrics = balance_keys(trainer)
     else:
-        rows, metrics = balance(trainer, keep_minibatch=of_trainer != "rows")
-    for index, of_ranks in enumerate(slices_of(rows, minibatch_rows=16)):
-        assert set(of_ranks.reshape(-1)) == set(range(16 * index, 16 * index + 16))
-        costs = work(LENGTHS[of_ranks])
+        rows, metrics = balance(trainer, keep_minibatch=form != "rows")
+    for index, rows_by_rank in enumerate(slices_of(rows, minibatch_rows=16)):
+        assert set(rows_by_rank.reshape(-1)) == set(range(16 * index, 16 * index + 16))
+        costs = work(LENGTHS[rows_by_rank])
         # What no partition into equal counts beats: the mean, or the heaviest row with the three lightest.
         bound = max(costs.sum() / DP_SIZE, costs.max() + np.sort(costs, axis=None)[:3].sum())
         assert costs.sum(axis=1).max() <= 1.02 * bound
