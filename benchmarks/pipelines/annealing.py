@@ -101,25 +101,25 @@ def _library() -> Any:
 
 def anneal(batch: Batch, microbatch_of: Ints, num_microbatches: int, *, steps: int, seed: int = 1) -> float:
     """The makespan, in units of the batch's costs, of the best plan that annealing finds from this one on."""
-    pipeline, span = batch.waiting.pipeline, batch.span
+    pipeline, span = batch.waiting.pipeline, batch.sync_size
     chunks, group = pipeline.num_chunks, pipeline.group_size
     passes = megatron_passes(pipeline.num_stages, chunks, group, num_microbatches)
     rank, slot = np.divmod(microbatch_of, num_microbatches)
     bins = ((rank // span * num_microbatches + slot) * span + rank % span).astype(np.int32)
     arrays = [
         np.ascontiguousarray(values, dtype=np.int64)
-        for values in (batch.costs.sum(axis=0), batch.shared, batch.weights)
+        for values in (batch.costs.sum(axis=0), batch.expert_cost, batch.weights)
     ]
     problem = _Problem(
         batch.num_samples,
         batch.num_groups,
         span,
-        batch.expert_span,
+        batch.ep_dp_size,
         num_microbatches,
         passes.slot.size,
         *(values.ctypes.data for values in (passes.before, passes.source, passes.slot, passes.factor, *arrays)),
         batch.cap,
-        batch.launch,
+        batch.per_microbatch,
     )
     time = _library().anneal(ctypes.byref(problem), bins.ctypes.data, steps, seed, HOT, COLD)
     return time / (3 * pipeline.num_stages * chunks)
@@ -127,7 +127,7 @@ def anneal(batch: Batch, microbatch_of: Ints, num_microbatches: int, *, steps: i
 
 def longest_first(batch: Batch, num_microbatches: int) -> Ints | None:
     """Longest first onto the least loaded rank, there into the emptiest micro-batch with room; None without room."""
-    costs = batch.costs.sum(axis=0) + batch.shared
+    costs = batch.costs.sum(axis=0) + batch.expert_cost
     loads = np.zeros((batch.num_ranks, num_microbatches), dtype=np.int64)
     room = np.full(loads.shape, batch.cap, dtype=np.int64)
     microbatch_of = np.zeros(batch.num_samples, dtype=np.int64)

@@ -18,7 +18,7 @@ from benchmarks.planner.setups import add_length_options, draw_lengths, lengths_
 from benchmarks.publish import Measured, table
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.planner import Batch, Problem, batch_of
-from megatron_balance.planner.pipeline_plan import EFFORT, plan_pipeline
+from megatron_balance.planner.pipeline_packing import EFFORT, plan_pipeline
 
 TITLE = "Pipelines"
 
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> Measured:
 
 def _reference(batch: Batch, microbatch_of: Any, number: int, *, long: bool) -> float:
     multiple = batch.multiple
-    numbers = {max(round(number * part / multiple) * multiple, batch.least_rows) for part in (0.5, 0.75, 1, 1.25, 1.5)}
+    numbers = {max(round(number * part / multiple) * multiple, batch.min_slots) for part in (0.5, 0.75, 1, 1.25, 1.5)}
     starts = [(microbatch_of, number)]
     starts += [(start, other) for other in sorted(numbers) if (start := longest_first(batch, other)) is not None]
     seeds = (1, 2) if long else (1,)

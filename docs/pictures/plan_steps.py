@@ -1,4 +1,4 @@
-"""Draw plan_steps.svg: one batch through the steps of planner/plan.py, by the planner's own functions.
+"""Draw plan_steps.svg: one batch through the steps of planner/level_packing.py, by the planner's own functions.
 
 python docs/pictures/plan_steps.py
 """
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
-from megatron_balance.planner import Batch, batch_of
-from megatron_balance.planner import plan as planner
+from megatron_balance.planner import Batch, batch_of, level_packing
 
 PICTURE = Path(__file__).with_name("plan_steps.svg")
 COST_MODEL = replace(CostModel.from_shape(ModelShape.preset("Qwen3-8B")), per_microbatch=0)
@@ -35,43 +34,41 @@ def picture() -> str:
     schedule = build_data_schedule(LENGTHS, cost_model=COST_MODEL, topology=TOPOLOGY, limits=Limits(CAP))
     batch = batch_of(schedule)
     assert isinstance(batch, Batch)
-    order = np.argsort(-batch.own, kind="stable")
+    order = np.argsort(-batch.local_cost, kind="stable")
     batch = batch.take(order)
-    bound, rows, work = batch.lower_bound(), schedule.num_microbatches, batch.least_work
-    high, bases, used = planner.high_rows(batch, rows, limit=work)
+    bound, rows, work = batch.lower_bound(), schedule.num_microbatches, batch.min_work
+    high, bases, used = level_packing._dominated_slots(batch, rows, expert_cap=work)
     rest = np.flatnonzero(high < 0)
-    bins, goals = planner.targets(
-        batch, rows, slope=0, bases=bases, used=used, own=int(batch.own[rest].sum()), shared=0
-    )
+    bins, goals = level_packing._targets(batch, rest, rows, slope=0, bases=bases, used=used)
     target = np.zeros(batch.num_ranks * rows, dtype=np.int64)
     target[bins] = goals[:, 0]
     poured = high.copy()
-    poured[rest] = bins[planner.pour_samples(batch, rest, goals)]
-    leveled = planner.leveled(batch, rows, slope=0, limit=work)
+    poured[rest] = bins[level_packing.assign_samples(batch, rest, goals)]
+    leveled = level_packing.equalize(batch, rows, slope=0, expert_cap=work)
     assert leveled is not None
-    polished = planner.polished(batch, leveled)
+    polished = level_packing._searched(batch, leveled)
 
     def over(bin_of: Ints) -> str:
-        return f"{int(batch.row_times(bin_of, rows).sum(axis=1).max()) / bound:.4f}"
+        return f"{int(batch.slot_times(bin_of, rows).sum(axis=1).max()) / bound:.4f}"
 
-    scale = (_PANEL - 8) / int(batch.own.max())
+    scale = (_PANEL - 8) / int(batch.local_cost.max())
     drawn = _Drawing(batch, rows=rows, scale=scale)
     drawn.sorted_samples(
-        f"Step 3: {order.size} samples by falling cost; {rows} rows are the fewest that the cap allows"
+        f"Step 1: {order.size} samples by descending cost; {rows} slots are the fewest that the cap allows"
     )
-    count = len(np.unique(high[high >= 0] // batch.span))
-    drawn.bins(f"Step 4: what fits beside the giants of {count} rows; the rows are dealt to two groups", high)
-    drawn.bins("Step 5: a target for every other bin (dashed): the remaining time, spread like water", high, target)
-    drawn.bins(f"Step 6: costliest first, to the group and the bin furthest behind: {over(poured)}", poured, target)
+    count = len(np.unique(high[high >= 0] // batch.sync_size))
+    drawn.bins(f"Step 2: samples fill {count} slots that one sample dominates; the slots go to two groups", high)
+    drawn.bins("Step 3: a target for every other bin (dashed): the remaining cost, spread like water", high, target)
+    drawn.bins(f"Step 4: costliest first, to the group and the bin furthest behind: {over(poured)}", poured, target)
     drawn.bins(
-        f"Step 7: lower targets where a group ends late; bins by cost, cut into rows: {over(leveled.bin_of)}",
+        f"Step 6: lower targets where a group ends late; bins by load, cut into slots: {over(leveled.bin_of)}",
         leveled.bin_of,
     )
-    drawn.bins(f"Step 9: the best moves and swaps: {over(polished.bin_of)}", polished.bin_of)
+    drawn.bins(f"Step 7: the best moves and swaps: {over(polished.bin_of)}", polished.bin_of)
     rank, slot = np.divmod(schedule.microbatch_of[order], rows)
-    group, column = np.divmod(rank, batch.span)
-    last = (group * rows + slot) * batch.span + column
-    drawn.bins(f"Step 10: rows in the order of slots, longest first: {over(last)} of the bound", last)
+    group, column = np.divmod(rank, batch.sync_size)
+    last = (group * rows + slot) * batch.sync_size + column
+    drawn.bins(f"Step 10: slots in order, longest first: {over(last)} of the bound", last)
     return drawn.svg()
 
 
@@ -94,15 +91,15 @@ class _Drawing:
         self._panel(title)
         batch, filled = self._batch, np.zeros(self._batch.num_ranks * self._rows, dtype=np.int64)
         # A gap after every row, a larger one between groups.
-        row_width = batch.span * 30 + 16
+        row_width = batch.sync_size * 30 + 16
         group_width = (_WIDTH - 2 * _LEFT) / batch.num_groups
-        row = np.arange(filled.size) // batch.span
+        row = np.arange(filled.size) // batch.sync_size
         lefts = _LEFT + row // self._rows * group_width + row % self._rows * row_width
-        lefts = lefts + np.arange(filled.size) % batch.span * 30
+        lefts = lefts + np.arange(filled.size) % batch.sync_size * 30
         for sample in np.flatnonzero(bin_of >= 0).tolist():
             place = int(bin_of[sample])
             self._sample(sample, left=float(lefts[place]), width=26, base=int(filled[place]))
-            filled[place] += batch.own[sample]
+            filled[place] += batch.local_cost[sample]
         for place, left in enumerate(lefts.tolist()):
             self._parts.append(f'<path d="M{left:.0f} {self._bottom}h26" stroke="#44546a"/>')
             if target is not None and target[place]:
@@ -127,9 +124,9 @@ class _Drawing:
         self._bottom += _TITLE + _PANEL
 
     def _sample(self, sample: int, *, left: float, width: float, base: int) -> None:
-        cost = int(self._batch.own[sample])
+        cost = int(self._batch.local_cost[sample])
         top = self._bottom - (base + cost) * self._scale
-        shade = 88 - round(50 * cost / int(self._batch.own.max()))
+        shade = 88 - round(50 * cost / int(self._batch.local_cost.max()))
         self._parts.append(
             f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{cost * self._scale:.1f}" '
             f'fill="hsl(214 40% {shade}%)" stroke="#ffffff" stroke-width="0.6"/>'

@@ -139,7 +139,7 @@ def _meeting_always(title: str, schedule: DataSchedule) -> Panel:
 
 
 def _in_stages(title: str, schedule: DataSchedule) -> Panel:
-    """One rank's stages under one-forward-one-backward, as in `planner/times.py`."""
+    """One rank's stages under one-forward-one-backward, as in `planner/objective.py`."""
     pp_size = schedule.topology.pp_size
     costs, bound = schedule.cost_grid[0] * pp_size, schedule.metrics(objective="pipeline").lower_bound
     unit = 3 * pp_size * bound

@@ -250,11 +250,12 @@ class CostModel:
         return (self,) if self.stages is None else self.stages.kinds_of(self)
 
     def sample_costs(
-        self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None
+        self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None, copies: int = 1
     ) -> SampleCosts:
         """Costs of samples of `[num_samples]` padded tokens; what costs anything keeps a cost of at least 1.
 
         `image_patches`: `[num_samples, 2]` int64, the sums of patches and of squared patches over a sample's images.
+        `copies`: so many times the sum of all costs stays below 2**62.
         """
         (unique, inverse), kinds = np.unique(lengths, return_inverse=True), self.by_kind()
         # Python's integers: a sum passes int64 sooner.
@@ -265,7 +266,7 @@ class CostModel:
         launches = np.array([kind.per_microbatch for kind in kinds], dtype=object)
         totals = (local + expert) @ np.bincount(inverse).astype(object) + images.sum(axis=1) + launches * lengths.size
         # One bit is left for the ones that rounding up below may add.
-        shift = max(0, int(totals.max()).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
+        shift = max(0, (int(totals.max()) * copies).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
 
         def scaled(costs: NDArray[Any]) -> NDArray[np.int64]:
             return np.where(costs > 0, np.maximum(costs >> shift, 1), 0).astype(np.int64)

@@ -1,25 +1,27 @@
-"""The planner: lengths in, the rank and the micro-batch of every sample out. `build.py` tells the steps, `plan.py` how.
+"""The planner: lengths in, the rank and the micro-batch of every sample out.
 
-Other rooms and the tests use the names below; everything else may change in any release.
+`build.py` tells the steps, `level_packing.py` how a plan is made. Other rooms and the tests use the names below;
+everything else may change in any release.
 """
 
 from __future__ import annotations
 
-from megatron_balance.planner.batch import Batch
+from megatron_balance.planner.batch import SizedBatch, batch_of
 from megatron_balance.planner.build import balance, build_data_schedule
-from megatron_balance.planner.dynamic_cp import SizedBatch
-from megatron_balance.planner.fixed_ranks import karmarkar_karp, partition_items
-from megatron_balance.planner.inputs import Images, Problem, as_integers, number_groups
-from megatron_balance.planner.metrics import ScheduleMetrics, batch_of, slowest_over_mean, unavoidable_waiting
-from megatron_balance.planner.pipeline import Pipeline, makespans
-from megatron_balance.planner.schedule import Assignment, DataSchedule
-from megatron_balance.planner.times import (
+from megatron_balance.planner.level_packing import Batch
+from megatron_balance.planner.metrics import ScheduleMetrics, slowest_over_mean, unavoidable_waiting
+from megatron_balance.planner.objective import (
     OBJECTIVES,
+    Pipeline,
     is_makespan,
+    makespans,
     organ_pipe_order,
     resolve_objective,
     waiting,
 )
+from megatron_balance.planner.partition import karmarkar_karp, partition_items
+from megatron_balance.planner.problem import Images, Problem, as_integers, number_groups
+from megatron_balance.planner.schedule import Assignment, DataSchedule
 
 __all__ = [
     "Assignment",

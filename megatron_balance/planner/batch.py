@@ -1,235 +1,160 @@
-"""One global batch in integers: what each sample costs, the room it takes, and which ranks wait for one another.
+"""A planning problem in integers: the costs and the room of its samples, at one context-parallel size or at every size.
 
-All that the planner knows of a run is in `Batch`: no lengths, no model, no names. The time of any plan follows from it,
-and a bound that no plan beats. Each part of the bound is sound on integers, never above the best plan:
+`make_batch` makes the `Batch` of `level_packing.py`. With dynamic context parallelism a micro-batch stands on a node of
+a binary tree, or forest, of the `dp_size * cp_size` DP×CP ranks; the `2**level` ranks of a node share its samples. The
+cost of a sample of L tokens on each of c = 2**level ranks is, rounded up,
 
-mean        the work of all, spread evenly over all ranks
-largest     one sample, with its part of shared work, runs whole on one rank
-pigeonhole  among the k*D + 1 costliest samples some of D ranks holds k + 1
-forced      at most k samples heavier than cap/(k+1) share a micro-batch, so that the i highest rows of e ranks hold
-            at most k*i*e of them, and the next row is at least as high as the costliest left over. What the i
-            highest rows cannot hold is spread evenly over all rows.
+    linear*L / c  +  max(attention(L) / c, cp_exchange * L * (c - 1) / c)
+
+with L padded for that size: a larger size means less computation and more exchange on each rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.cost.model import MAX_TOTAL_COST
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.inputs import Ints, Problem, sum_segments
-from megatron_balance.planner.times import Waiting, waiting
-
-MOST_SHARING = 4
-"""Forced heights look at samples of which at most this many share a micro-batch."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The micro-batches of a batch."""
-
-    microbatch_of: Ints  # [num_samples] rank * num_microbatches + slot; of several leaves the first
-    cp_sizes: Ints  # [num_ranks, num_microbatches] leaves that share each, as DataSchedule.cp_size_grid; 1 at one size
+from megatron_balance.planner import bound
+from megatron_balance.planner.level_packing import Batch
+from megatron_balance.planner.objective import Waiting, makespans, waiting
+from megatron_balance.planner.problem import INT_MAX, Ints, Problem, sum_segments, sums
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """A global batch at one context-parallel size.
+class SizedBatch:
+    """A global batch of which each sample is shared by 1, 2, 4 … DP×CP ranks, here just ranks."""
 
-    Costs have one part, or, where ranks meet between the two, vision encoder and language model. An over-long sample
-    weighs `cap + 1`: it runs alone.
-    """
-
-    costs: Ints  # [num_parts, num_samples] on a sample's own rank
+    costs: Ints  # [num_levels, num_samples] on each of the 2**level ranks that share a sample
     _: KW_ONLY
-    shared: Ints  # [num_samples] cost that the expert-parallel group of its rank shares
-    weights: Ints  # [num_samples] room in a micro-batch: padded tokens, or 1 where samples are counted
-    cap: int  # room of a micro-batch
-    num_ranks: int  # data-parallel ones
-    waiting: Waiting  # which of them wait for one another
-    expert_span: int = 1  # neighbouring ranks that share the work of experts
-    launch: int = 0  # fixed cost of a micro-batch, an empty one included
-    multiple: int = 1  # the number of micro-batches is a multiple of this
-    shift: int = 0  # costs are in units of 2**shift of the cost model's
+    expert_cost: Ints  # [num_levels, num_samples] cost over all of them that expert-parallel groups share
+    tokens: Ints  # [num_levels, num_samples] padded, on each of them
+    cap: int  # tokens that a rank holds in one micro-batch
+    per_microbatch: int  # fixed cost of a micro-batch on each of its ranks
+    dp_cp_size: int  # ranks that micro-batches are spread over
+    ep_dp_size: int  # neighbouring ranks that share the work of experts
+    waiting: Waiting  # which ranks wait for one another, beside those that share a micro-batch
+    equal_counts: bool  # all ranks have the same number of slots, a multiple of `multiple`
+    multiple: int
+    shift: int  # costs are in units of 2**shift of the cost model's
+
+    @property
+    def num_levels(self) -> int:
+        """Sizes to choose from: 1, 2, 4 … `2**(num_levels - 1)` ranks."""
+        return self.costs.shape[0]
 
     @property
     def num_samples(self) -> int:
-        """Samples of the global batch."""
-        return self.weights.size
-
-    @property
-    def span(self) -> int:
-        """Ranks of a group: those that wait for one another in every micro-batch."""
-        return self.waiting.span
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of ranks that meet."""
-        return self.num_ranks // self.span
+        """Samples in the global batch."""
+        return self.costs.shape[1]
 
     @cached_property
-    def own(self) -> Ints:
-        """`[num_samples]` cost on its own rank; at least 1, so that samples that cost nothing are spread as well."""
-        return np.maximum(self.costs.sum(axis=0), 1)
+    def min_levels(self) -> Ints:
+        """The smallest size with room for a sample alone, `[num_samples]`; the largest size for over-long ones."""
+        return np.minimum((self.tokens > self.cap).sum(axis=0), self.num_levels - 1)
 
     @cached_property
     def oversized(self) -> Ints:
-        """Ids of the samples longer than the cap."""
-        return np.flatnonzero(self.weights > self.cap)
+        """Ids of the samples longer than the ranks of the largest size hold: each runs alone."""
+        return np.flatnonzero(self.tokens[-1] > self.cap)
 
-    def take(self, ids: Ints) -> Batch:
-        """Some of the samples, in the order of `ids`."""
-        return replace(self, costs=self.costs[:, ids], shared=self.shared[ids], weights=self.weights[ids])
+    @cached_property
+    def cheapest(self) -> Ints:
+        """The size with room at which a sample costs its ranks least, `[num_samples]`."""
+        has_room = np.arange(self.num_levels)[:, None] >= self.min_levels
+        return np.where(has_room, self.costs, INT_MAX).argmin(axis=0)
 
-    def with_sample_cap(self, most: int) -> Batch:
-        """A batch whose bins hold at most so many samples as well.
+    def at(self, table: Ints, levels: Ints) -> Ints:
+        """`[num_samples]` of `costs` or `tokens`, where each sample has a level of its own."""
+        return table[levels, np.arange(self.num_samples)]
 
-        Where each weighs at least the `most`-th part of the cap, no more than `most` fit. It is stricter than both caps
-        where a bin mixes heavy samples with light ones; bounds are those of the batch without.
-        """
-        return replace(self, weights=np.maximum(self.weights * most, self.cap), cap=self.cap * most)
+    def with_local_experts(self) -> SizedBatch:
+        """The batch with the work of experts done by the ranks of their tokens, where groups of ranks share it."""
+        per_rank = -(-self.expert_cost // (1 << np.arange(self.num_levels)[:, None]))
+        return replace(self, costs=self.costs + per_rank, expert_cost=np.zeros_like(self.expert_cost))
 
-    def heights(self, bin_of: Ints, rows: int) -> Ints:
-        """Cost of every bin without `launch`, with its even share of the work of its expert-parallel group, rounded up.
+    def levels_within(self, limit: int) -> Ints:
+        """The smallest size with room whose ranks pay at most `limit`, `[num_samples]`; else the cheapest."""
+        levels = self.min_levels.copy()
+        high = np.flatnonzero(self.at(self.costs, levels) > limit)
+        fits = (np.arange(self.num_levels)[:, None] >= levels[high]) & (self.costs[:, high] <= limit)
+        levels[high] = np.where(fits.any(axis=0), fits.argmax(axis=0), self.cheapest[high])
+        return levels
 
-        For `(group * rows + row) * span + column` of each sample `[num_parts, num_groups, rows, span]`.
-        """
-        num_bins, cells = self.num_ranks * rows, (self.num_groups, rows, self.span)
-        heights = np.stack([sums(part, bin_of, num_bins).reshape(cells) for part in self.costs])
-        if self.expert_span > 1:
-            work = sums(self.shared, bin_of, num_bins).reshape(cells).swapaxes(0, 1).reshape(rows, -1, self.expert_span)
-            share = -(-work.sum(axis=2) // self.expert_span).repeat(self.expert_span, axis=1)
-            heights[-1] += share.reshape(rows, self.num_groups, self.span).swapaxes(0, 1)
-        return heights
+    @cached_property
+    def min_slots(self) -> int:
+        """Lower bound on the micro-batches of the busiest rank, from tokens; at least one."""
+        return max(1, -(-self.min_room // (self.cap * self.dp_cp_size)))
 
-    def row_times(self, bin_of: Ints, rows: int) -> Ints:
-        """`[num_groups, rows]`: a row lasts as long as its highest bin, of each part."""
-        return self.heights(bin_of, rows).max(axis=3).sum(axis=0) + self.launch
+    @cached_property
+    def min_room(self) -> int:
+        """Tokens of all samples at their smallest size, over all ranks; an over-long one fills its ranks."""
+        tokens = np.minimum(self.at(self.tokens, self.min_levels), self.cap)
+        return int((tokens << self.min_levels).sum())
 
     def cost_grid(self, microbatch_of: Ints, cp_sizes: Ints) -> Ints:
-        """Cost of every micro-batch, `[num_ranks, num_microbatches]`. Of `cp_sizes` only the shape matters."""
-        return self._parts(microbatch_of, cp_sizes.shape[1]).sum(axis=0) + self.launch
+        """Cost of every rank's micro-batches, `[dp_cp_size, num_microbatches]`; 0 where a rank has no such slot."""
+        levels = (1 << np.arange(self.num_levels)).searchsorted(cp_sizes.reshape(-1)[microbatch_of])
+        first = first_ranks(cp_sizes)
+
+        def by_rank(table: Ints) -> Ints:
+            costs = sums(self.at(table, levels), microbatch_of, cp_sizes.size).reshape(cp_sizes.shape)
+            return costs[first, np.arange(first.shape[1])]
+
+        grid = by_rank(self.costs) + self.per_microbatch
+        if self.expert_cost.any():
+            work = -(-by_rank(self.expert_cost) // np.maximum(cp_sizes, 1))
+            starts = np.arange(0, self.dp_cp_size, self.ep_dp_size)
+            members = np.diff(starts, append=self.dp_cp_size)
+            grid += (-(-np.add.reduceat(work, starts) // members[:, None])).repeat(members, axis=0)
+        grid[cp_sizes == 0] = 0
+        return grid
 
     def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
-        """Predicted time of the step, in the units of the costs; arguments as for `cost_grid`."""
-        num_microbatches = cp_sizes.shape[1]
-        of_groups = self._parts(microbatch_of, num_microbatches).reshape(
-            len(self.costs), -1, self.span, num_microbatches
-        )
-        return int(self.waiting.times(of_groups.max(axis=2).sum(axis=0) + self.launch).max())
+        """Predicted time of a plan: of the slowest rank, or of all if they wait in every slot.
 
-    def _parts(self, microbatch_of: Ints, num_microbatches: int) -> Ints:
-        """`[num_parts, num_ranks, num_microbatches]`."""
-        alone = replace(self, waiting=replace(self.waiting, span=1))
-        return alone.heights(microbatch_of, num_microbatches)[..., 0]
-
-    @cached_property
-    def least_rows(self) -> int:
-        """Micro-batches that every rank needs at least, a multiple of `multiple`.
-
-        They hold all weight, and at most k samples heavier than cap/(k+1) each.
+        In a pipeline without that, a stage runs its micro-batches in slot order, each once all its ranks are free.
         """
-        inside = self.weights[self.weights <= self.cap]
-        heavy = [-(-int(((most + 1) * inside > self.cap).sum()) // most) for most in range(1, MOST_SHARING + 1)]
-        bins = self.oversized.size + max(-(-int(inside.sum()) // self.cap), *heavy)
-        return max(-(-bins // (self.num_ranks * self.multiple)), 1) * self.multiple
+        costs, first = self.cost_grid(microbatch_of, cp_sizes), first_ranks(cp_sizes)
+        if self.waiting.in_slots:
+            return int(self.waiting.times(costs.max(axis=0, keepdims=True))[0])
 
-    @cached_property
-    def least_work(self) -> int:
-        """Work of the slowest group at least, over all stages together and without `launch`."""
-        own, shared = self.costs.sum(axis=0), int(self.shared.sum())
-        work = max(-(-(int(own.sum()) + shared) // self.num_ranks), self._largest)
-        if self.span == 1:
-            return max(work, _pigeonhole(own, num_parts=self.num_ranks))
-        # Ranks that wait for the costliest sample may compute shared work of a smaller group meanwhile.
-        beside = shared if self.span == self.expert_span else 0
-        return max(work, -(-(_with_forced_rows(self, own) + beside) // self.num_ranks))
+        def peers(times: Ints, slots: Ints) -> Ints:
+            together, columns = np.zeros_like(times), np.arange(slots.size)
+            np.maximum.at(together, (first[:, slots], columns), times)
+            return together[first[:, slots], columns]
 
-    def least_time(self, rows: int) -> int:
-        """A time that no plan with this many micro-batches or more can beat."""
-        work = self.least_work + rows * self.launch
-        return self.waiting.at_least(work, launch=self.launch, longest=self._largest + self.launch)
+        return int(makespans(costs[:, None], self.waiting.pipeline, peers=peers).max())
 
     def lower_bound(self) -> int:
-        """A time that no plan which may move samples can beat."""
-        return self.least_time(self.least_rows)
-
-    @property
-    def _largest(self) -> int:
-        return int((self.costs.sum(axis=0) + -(-self.shared // self.expert_span)).max(initial=0))
+        """A time that no plan can beat."""
+        return self.waiting.at_least(self.min_work(), empty=self.per_microbatch)
 
     def single_sample_floor(self) -> float:
-        """The largest sample over a rank's even share, at least 1.0: no plan brings the slowest rank below it."""
-        own = self.costs.sum(axis=0)
-        return max(1.0, int(own.max(initial=0)) * self.num_ranks / max(int(own.sum()), 1))
+        """The largest sample, at its cheapest size, over an even share of the least work; at least 1.0."""
+        largest = int(self.at(self.costs, self.cheapest).max(initial=0))
+        total = int((self.at(self.costs, self.min_levels) << self.min_levels).sum())
+        return max(1.0, largest * self.dp_cp_size / max(total, 1))
 
-    def check_total(self, *, num_microbatches: int) -> None:
-        """Raises BalanceError if the costs of all micro-batches exceed int64."""
-        num_slots = self.num_ranks * num_microbatches
-        total = int(self.costs.sum()) + int(self.shared.sum()) + num_slots * (self.launch + 1)
-        if total >= MAX_TOTAL_COST:
-            raise BalanceError(
-                f"CostModel.per_microbatch is {self.launch}: with {num_slots} micro-batches the costs sum to {total}, "
-                "which must stay below 2**62. Divide all coefficients by the same number."
-            )
+    def min_work(self) -> int:
+        """Work of the most loaded rank at least."""
+        return bound.min_work_of_sizes(self)
 
-
-def sums(values: Ints, index: Ints, size: int) -> Ints:
-    """`[size]` sums of the values of each index."""
-    out = np.zeros(size, dtype=np.int64)
-    np.add.at(out, index, values)
-    return out
+    @property
+    def even_expert_cost(self) -> int:
+        """Work of experts on each rank at least where all share it."""
+        return -(-int(self.expert_cost[0].sum()) // self.dp_cp_size)
 
 
-def _pigeonhole(costs: Ints, *, num_parts: int) -> int:
-    """Max over k of the k+1 smallest of the k*num_parts + 1 costliest."""
-    falling = np.sort(costs)[::-1]
-    totals = np.concatenate([[0], np.cumsum(falling)])
-    ends = np.arange(num_parts + 1, costs.size + 1, num_parts)
-    held = np.arange(2, ends.size + 2)
-    return int((totals[ends] - totals[ends - held]).max(initial=0))
-
-
-def _with_forced_rows(batch: Batch, own: Ints) -> int:
-    """Own cost of all samples plus what ranks idle beside rows that large samples force to be high."""
-    total, span, cap = int(own.sum()), batch.span, batch.cap
-    order = np.argsort(-own, kind="stable")
-    costs, weights = own[order], batch.weights[order].clip(max=cap)
-    forced = costs[:1]
-    for most in range(1, MOST_SHARING + 1):
-        heights = costs[(most + 1) * weights > cap][:: most * span]
-        short, long = sorted((forced, heights), key=len)
-        forced = np.concatenate([np.maximum(short, long[: short.size]), long[short.size :]])
-    rooms = span * cap * np.arange(forced.size + 1)
-    held = _most_cost(costs, weights, rooms)
-    return max(
-        span * height + total - most_held
-        for height, most_held in zip(accumulate(forced.tolist(), initial=0), held, strict=True)
-    )
-
-
-def _most_cost(costs: Ints, weights: Ints, rooms: Ints) -> list[int]:
-    """The most cost that each of some rooms can hold, samples cut freely: a fractional knapsack, rounded up."""
-    # Cost for each unit of weight, with as many bits behind the point as int64 has left.
-    bits = max(61 - int(costs.max(initial=0)).bit_length(), 0)
-    density = np.where(weights > 0, (costs << bits) // np.maximum(weights, 1), np.iinfo(np.int64).max)
-    order = np.argsort(-density, kind="stable")
-    costs, weights = costs[order], weights[order]
-    cost_before, weight_before = ([0, *np.cumsum(values).tolist()] for values in (costs, weights))
-    cut: list[int] = np.searchsorted(np.cumsum(weights), rooms, side="right").tolist()
-    # Samples whose densities differ behind these bits may stand in the wrong order.
-    slack = (weight_before[-1] >> bits) + 1
-    held: list[int] = []
-    for room, index in zip(rooms.tolist(), cut, strict=True):
-        cost = cost_before[index]
-        if index < costs.size:
-            cost += -(-(room - weight_before[index]) * int(costs[index]) // int(weights[index])) + slack
-        held.append(min(cost, cost_before[-1]))
-    return held
+def first_ranks(cp_sizes: Ints) -> Ints:
+    """The first rank of every rank's micro-batches, a multiple of their size, `[dp_cp_size, num_microbatches]`."""
+    ranks = np.arange(len(cp_sizes))[:, None]
+    return ranks - ranks % np.maximum(cp_sizes, 1)
 
 
 def make_batch(problem: Problem) -> Batch:
@@ -238,38 +163,90 @@ def make_batch(problem: Problem) -> Batch:
     Images take no room in a micro-batch beside the tokens that they become.
     """
     topology, cost_model, limits, images = problem.topology, problem.cost_model, problem.limits, problem.images
-    expert_span = topology.ep_dp_size
-    if topology.dp_size % expert_span:
+    ep_dp_size = topology.ep_dp_size
+    if topology.dp_size % ep_dp_size:
         raise BalanceError(
-            f"ep_size is {topology.ep_size}: expert-parallel groups of {expert_span} data-parallel ranks "
+            f"ep_size is {topology.ep_size}: expert-parallel groups of {ep_dp_size} data-parallel ranks "
             f"do not divide dp_size {topology.dp_size}."
         )
-    padded = topology.padded_seq_len(problem.segments)
+    padded, peers = topology.padded_seq_len(problem.segments), waiting(problem.objective, topology=topology)
     scaled = replace(cost_model, stages=None).sample_costs(
-        padded, image_patches=None if images is None else images.sums
+        padded,
+        image_patches=None if images is None else images.sums,
+        copies=max(peers.sync_size, peers.pipeline.num_stages),
     )
     columns = (scaled.costs[0], scaled.expert_costs[0], padded)
-    own, shared, tokens = (sum_segments(column, num_segments=problem.num_segments) for column in columns)
-    if expert_span == 1:
+    local, expert_cost, tokens = (sum_segments(column, num_segments=problem.num_segments) for column in columns)
+    if ep_dp_size == 1:
         # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
-        own, shared = own + shared, np.zeros_like(shared)
-    costs = own[None]
-    where = waiting(problem.objective, topology=topology)
+        local, expert_cost = local + expert_cost, np.zeros_like(expert_cost)
+    costs = local[None]
     if images is not None:
-        meets_between = where.in_slots and where.span > 1 and not where.is_makespan
-        costs = np.stack([scaled.image_costs[0], own]) if meets_between else own + scaled.image_costs
+        has_phases = peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
+        costs = np.stack([scaled.image_costs[0], local]) if has_phases else local + scaled.image_costs
     cap = limits.max_tokens_per_microbatch(topology)
     if cap is not None:
         cap = min(cap, max(int(tokens.sum()), 1))  # as good as none, and within int64
     return Batch(
         costs,
-        shared=shared,
+        expert_cost=expert_cost,
         weights=np.ones_like(tokens) if cap is None else np.minimum(tokens, cap + 1),
         cap=cap or limits.micro_batch_size or 1,
         num_ranks=topology.dp_size,
-        waiting=where,
-        expert_span=expert_span,
-        launch=int(scaled.per_microbatch[0]),
+        waiting=peers,
+        ep_dp_size=ep_dp_size,
+        per_microbatch=int(scaled.per_microbatch[0]),
         multiple=topology.microbatch_multiple,
         shift=scaled.shift,
     )
+
+
+def make_sized_batch(problem: Problem) -> SizedBatch:
+    """Padded tokens and cost of every sample at every size, in integers."""
+    topology, cost_model, limits = problem.topology, problem.cost_model, problem.limits
+    if limits.micro_batch_size is not None or limits.max_tokens_per_gpu is None:
+        raise BalanceError(
+            f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
+            "cap, so set max_tokens_per_gpu alone."
+        )
+    peers, sizes = waiting(problem.objective, topology=topology), topology.dynamic_cp_sizes
+    per_token = cost_model.expert_linear
+    if topology.ep_dp_size == 1:
+        cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
+    unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
+    padded = [topology.with_cp_size(size).padded_seq_len(unique) for size in sizes]
+    local = [cost_model.summed_over_cp(size).local_cost(tokens) for tokens, size in zip(padded, sizes, strict=True)]
+    expert_cost = [tokens.astype(object) * per_token for tokens in padded]
+    # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
+    upper = sum(
+        cost * count for cost, count in zip((local[-1] + expert_cost[-1]).tolist(), counts.tolist(), strict=True)
+    )
+    upper += cost_model.per_microbatch * (problem.lengths.size + 1) * topology.dp_cp_size
+    upper *= max(peers.sync_size, peers.pipeline.num_stages)
+    shift = max(0, upper.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
+
+    def sample_costs(costs: NDArray[Any], size: int) -> Ints:
+        """Costs on each of `size` ranks. Rounded up once, so that a larger size never costs less in all."""
+        per_rank = (-(-costs // (size << shift))).astype(np.int64)
+        return sum_segments(per_rank[inverse], num_segments=problem.num_segments)
+
+    samples = [sum_segments(tokens[inverse], num_segments=problem.num_segments) for tokens in padded]
+    tokens = np.stack([-(-tokens // size) for tokens, size in zip(samples, sizes, strict=True)])
+    return SizedBatch(
+        np.stack([sample_costs(costs, size) for costs, size in zip(local, sizes, strict=True)]),
+        expert_cost=np.stack([sample_costs(costs, 1) for costs in expert_cost]),
+        tokens=tokens,
+        cap=min(limits.max_tokens_per_gpu, max(int(tokens[0].sum()), 1)),  # as good as none, and within int64
+        per_microbatch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
+        dp_cp_size=topology.dp_cp_size,
+        ep_dp_size=topology.ep_dp_size,
+        waiting=peers,
+        equal_counts=topology.has_equal_counts or problem.objective != "step",
+        multiple=topology.microbatch_multiple,
+        shift=shift,
+    )
+
+
+def batch_of(problem: Problem) -> Batch | SizedBatch:
+    """A global batch in integers, at one size or at all of its topology."""
+    return make_sized_batch(problem) if problem.topology.dynamic_cp else make_batch(problem)

@@ -2,8 +2,9 @@
 
     1. arguments are checked, lengths padded for context and sequence parallelism
     2. the objective is chosen from the topology, unless it is given
-    3. lengths and cost model become integers (`batch.py`, `dynamic_cp.py`)
-    4. samples are planned (`plan.py`; of given ranks `fixed_ranks.py`; with sizes of their own `dynamic_plan.py`)
+    3. lengths and cost model become integers (`batch.py`)
+    4. samples are planned: `level_packing.py`; with pipeline stages `pipeline_packing.py`, with dynamic context
+       parallelism `dynamic_packing.py`, on fixed ranks `fixed_ranks.py`
     5. interchangeable ranks and slots are exchanged so that fewer tokens move (`locality.py`)
     6. the plan is frozen with its costs and its lower bound (`schedule.py`)
 
@@ -18,14 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.batch import Batch, Plan, make_batch, sums
-from megatron_balance.planner.dynamic_cp import SizedBatch
-from megatron_balance.planner.dynamic_plan import plan_sizes
-from megatron_balance.planner.fixed_ranks import karmarkar_karp_plan, partition_items, plan_on_ranks
-from megatron_balance.planner.inputs import (
+from megatron_balance.planner.batch import SizedBatch, batch_of, make_batch
+from megatron_balance.planner.dynamic_packing import plan_sizes
+from megatron_balance.planner.fixed_ranks import plan_on_ranks
+from megatron_balance.planner.level_packing import Batch, Plan, plan_slots
+from megatron_balance.planner.locality import keep_local
+from megatron_balance.planner.partition import partition_items, plan_karmarkar_karp, plan_padded
+from megatron_balance.planner.pipeline_packing import plan_pipeline
+from megatron_balance.planner.problem import (
     Images,
     Ints,
     Problem,
@@ -33,12 +37,8 @@ from megatron_balance.planner.inputs import (
     check_kind,
     groups_that_split,
     number_groups,
+    sums,
 )
-from megatron_balance.planner.locality import keep_local
-from megatron_balance.planner.metrics import batch_of
-from megatron_balance.planner.padded import plan_padded
-from megatron_balance.planner.pipeline_plan import plan_pipeline
-from megatron_balance.planner.plan import plan
 from megatron_balance.planner.schedule import DataSchedule
 from megatron_balance.topology import Limits, Topology
 
@@ -110,11 +110,12 @@ def balance(
         ids = np.flatnonzero(kind_of == kind)
         if padded:
             batch = make_batch(Problem.of(tokens[ids], objective=objective, **arguments))
-            planned = plan_padded(batch, most=limits.micro_batch_size, num_microbatches=num_microbatches)
+            plan = plan_padded(batch, max_samples=max_samples, num_slots=num_microbatches)
         else:
-            number = num_microbatches
-            planned = build_data_schedule(tokens[ids], objective=objective, num_microbatches=number, **arguments).ranks
-        for rank, slots in zip(ranks, planned, strict=True):
+            plan = build_data_schedule(
+                tokens[ids], objective=objective, num_microbatches=num_microbatches, **arguments
+            ).ranks
+        for rank, slots in zip(ranks, plan, strict=True):
             rank += [ids[list(slot)].tolist() for slot in slots]
     if not allow_empty and not all(slot for slots in ranks for slot in slots):
         raise BalanceError(
@@ -196,11 +197,13 @@ def build_data_schedule(
     homes = problem.home_ranks
     if homes is None and not move_samples:
         raise BalanceError("move_samples is False: home_ranks must say which rank loaded each sample.")
-    kept = None if groups is None else number_groups(groups)
-    if kept is not None and kept.size != problem.lengths.size:
-        raise BalanceError(f"groups has {kept.size} ids: it must have one for each of {problem.lengths.size} samples.")
-    if kept is not None and homes is not None and not move_samples:
-        split = groups_that_split(kept, ranks=homes)
+    group_of = None if groups is None else number_groups(groups)
+    if group_of is not None and group_of.size != problem.lengths.size:
+        raise BalanceError(
+            f"groups has {group_of.size} ids: it must have one for each of {problem.lengths.size} samples."
+        )
+    if group_of is not None and homes is not None and not move_samples:
+        split = groups_that_split(group_of, ranks=homes)
         if split.size:
             raise BalanceError(
                 f"move_samples is False, but {split.size} groups were loaded by more than one rank: let samples "
@@ -211,7 +214,7 @@ def build_data_schedule(
         for is_set, name, remedy in (
             (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
             (not move_samples, "move_samples=False", "let samples move"),
-            (kept is not None, "groups", "leave them out"),
+            (group_of is not None, "groups", "leave them out"),
             (image_patches is not None, "image_patches", "leave them out"),
             (ranks_per_node is not None, f"ranks_per_node={ranks_per_node}", "leave it out"),
             (num_microbatches is not None, f"num_microbatches={num_microbatches}", "leave it out"),
@@ -220,57 +223,64 @@ def build_data_schedule(
                 raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")
     batch = batch_of(problem)
     if isinstance(batch, SizedBatch):
-        planned = plan_sizes(batch)
-        microbatch_of, cp_sizes = planned.microbatch_of, planned.cp_sizes
+        plan = plan_sizes(batch)
+        microbatch_of, cp_sizes = plan.microbatch_of, plan.cp_sizes
     else:
-        planned = _planned(
+        plan = _plan_at_one_size(
             batch,
             algorithm=algorithm,
             limits=limits,
-            groups=kept,
+            groups=group_of,
             home_ranks=None if move_samples else homes,
-            num_microbatches=num_microbatches,
+            num_slots=num_microbatches,
         )
-        microbatch_of, cp_sizes = planned.microbatch_of, planned.cp_sizes * topology.cp_size
-        num_planned = cp_sizes.shape[1]
-        if num_microbatches not in (None, num_planned) or num_planned % topology.microbatch_multiple:
+        microbatch_of, cp_sizes = plan.microbatch_of, plan.cp_sizes * topology.cp_size
+        number, fixed = cp_sizes.shape[1], cost_model.per_microbatch
+        if num_microbatches not in (None, number) or number % topology.microbatch_multiple:
             raise BalanceError(
-                f"num_microbatches is {num_microbatches}: these samples fit in {num_planned} on each rank, and the "
+                f"num_microbatches is {num_microbatches}: these samples fit in {number} on each rank, and the "
                 f"number must be a multiple of {topology.microbatch_multiple}. Give such a number, or raise {limits}."
             )
-        batch.check_total(num_microbatches=num_planned)
+        if (
+            int(batch.costs.sum() + batch.expert_cost.sum()) + cp_sizes.size * (batch.per_microbatch + 1)
+            >= MAX_TOTAL_COST
+        ):
+            raise BalanceError(
+                f"CostModel.per_microbatch is {fixed}: with {cp_sizes.size} micro-batches costs exceed 2**62. "
+                "Divide all coefficients by the same number."
+            )
         if homes is not None and move_samples:
             microbatch_of = keep_local(
-                batch, microbatch_of, num_microbatches=num_planned, problem=problem, whole_ranks=kept is not None
+                batch, microbatch_of, num_microbatches=number, problem=problem, whole_ranks=group_of is not None
             )
     return DataSchedule.from_assignment(
-        problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=kept
+        problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=group_of
     )
 
 
-def _planned(
+def _plan_at_one_size(
     batch: Batch,
     *,
     algorithm: str,
     limits: Limits,
     groups: Ints | None,
     home_ranks: Ints | None,
-    num_microbatches: int | None,
+    num_slots: int | None,
 ) -> Plan:
-    """The plan at one size: on given ranks where samples or groups are bound to them."""
-    counts_samples, most = limits.max_tokens_per_gpu is None, limits.micro_batch_size
+    """The plan at one size: on fixed ranks where samples or groups are bound to them."""
+    counts_samples, max_samples = limits.max_tokens_per_gpu is None, limits.micro_batch_size
     if home_ranks is None and groups is not None:
-        costs = sums(batch.own + batch.shared, groups, int(groups.max(initial=-1)) + 1)
+        costs = sums(batch.local_cost + batch.expert_cost, groups, int(groups.max(initial=-1)) + 1)
         home_ranks = partition_items(costs, num_parts=batch.num_ranks, equal_count=counts_samples)[groups]
 
-    def within(caps: Batch) -> Plan:
+    def plan_within(caps: Batch) -> Plan:
         if home_ranks is not None:
-            return plan_on_ranks(caps, home_ranks, rows=num_microbatches)
+            return plan_on_ranks(caps, home_ranks, num_slots=num_slots)
         if algorithm == "karmarkar_karp":
-            return karmarkar_karp_plan(caps, equal_count=counts_samples, rows=num_microbatches)
-        return (plan_pipeline if caps.waiting.is_makespan else plan)(caps, rows=num_microbatches)
+            return plan_karmarkar_karp(caps, equal_count=counts_samples, num_slots=num_slots)
+        return (plan_pipeline if caps.waiting.is_makespan else plan_slots)(caps, num_slots=num_slots)
 
-    planned = within(batch)
-    if counts_samples or most is None or int(np.bincount(planned.microbatch_of, minlength=1).max()) <= most:
-        return planned
-    return within(batch.with_sample_cap(most))
+    plan = plan_within(batch)
+    if counts_samples or max_samples is None or int(np.bincount(plan.microbatch_of, minlength=1).max()) <= max_samples:
+        return plan
+    return plan_within(batch.with_sample_cap(max_samples))

@@ -7,21 +7,22 @@ Ranks are equal, so the cost depends on which samples run together and not on wh
     everywhere                            samples of the same cost and the same weight, wherever they are
 
 Where an expert-parallel group shares work, only its own ranks, and whole groups, are interchangeable. Each choice takes
-the pair that keeps most tokens on their home rank, then most on the node of that rank, again and again.
+the pair that keeps most tokens on their home rank, then most on the node of that rank, until none is free.
+A block is what moves as a whole, a target where it goes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.inputs import Ints, Problem
+from megatron_balance.planner.level_packing import Batch
+from megatron_balance.planner.problem import Ints, Problem, sums
 
-MAX_NEAR = 2**20
-"""Most pairs of a part and a place on the node of its samples' home; larger problems are solved without nodes."""
+_MAX_NEAR = 2**20
+"""Most pairs of a block and a target on the node of its samples' home; larger problems are solved without nodes."""
 
 _Benefits = tuple[Ints, Ints, Ints]
-"""Parts, rising, their places, and what each pair keeps."""
+"""Blocks, ascending, their targets, and what each pair keeps."""
 
 
 def keep_local(
@@ -34,96 +35,97 @@ def keep_local(
     if batch.num_ranks == 1 or not microbatch_of.size:
         return microbatch_of
 
-    def moved(slots: Ints) -> list[int]:
+    def num_moved(slots: Ints) -> list[int]:
         return [
             problem.moved_tokens(slots // num_microbatches, width=width)
             for width in (1, problem.ranks_per_node)
             if width
         ]
 
-    # Each is kept where it moves fewer tokens, or as many and fewer between nodes: the first of equals.
+    # Each step counts where it moves fewer tokens, or as many and fewer between nodes: the first of equals.
     best = min(
-        (microbatch_of, _permute(batch, microbatch_of, num_microbatches, problem, whole_ranks=whole_ranks)), key=moved
+        (microbatch_of, _permute(batch, microbatch_of, num_microbatches, problem, whole_ranks=whole_ranks)),
+        key=num_moved,
     )
-    return best if whole_ranks else min((best, _exchange_equal(batch, best, num_microbatches, problem)), key=moved)
+    return best if whole_ranks else min((best, _exchange_equal(batch, best, num_microbatches, problem)), key=num_moved)
 
 
 def _permute(batch: Batch, microbatch_of: Ints, num_microbatches: int, problem: Problem, *, whole_ranks: bool) -> Ints:
     """Permutes groups of ranks, and inside them ranks or the micro-batches of a slot."""
     # Ranks that meet in every micro-batch wait for the costliest of a slot, whichever of them runs it.
-    per_slot = batch.span > 1 and not whole_ranks
-    span = batch.span if batch.span > 1 else batch.num_ranks
-    if batch.shared.any():
-        span = batch.expert_span
-    num_groups, num_slots = batch.num_ranks // span, num_microbatches if per_slot else 1
+    per_slot = batch.sync_size > 1 and not whole_ranks
+    sync_size = batch.sync_size if batch.sync_size > 1 else batch.num_ranks
+    if batch.expert_cost.any():
+        sync_size = batch.ep_dp_size
+    num_groups, num_slots = batch.num_ranks // sync_size, num_microbatches if per_slot else 1
     rank, slot = np.divmod(microbatch_of, num_microbatches)
-    group, column = np.divmod(rank, span)
-    groups = _match_greedily(*_benefits(group, problem, width=span, num_places=num_groups), size=num_groups)
-    # Inside a group that has found its place, parts are its ranks, or the micro-batches of each slot.
-    parts = (group * num_slots + (slot if per_slot else 0)) * span + column
-    part, place, benefit = _benefits(parts, problem, width=1, num_places=batch.num_ranks)
-    inside = place // span == groups[part // (span * num_slots)]
-    part, place, benefit = part[inside], place[inside], benefit[inside]
-    size = num_groups * num_slots * span
-    places = _match_greedily(part, part // span * span + place % span, benefit, size=size)
-    return (groups[group] * span + places[parts] % span) * num_microbatches + slot
+    group, column = np.divmod(rank, sync_size)
+    groups = _match_greedily(*_benefits(group, problem, width=sync_size, num_targets=num_groups), size=num_groups)
+    # Inside a group that has its target, blocks are its ranks, or the micro-batches of each slot.
+    blocks = (group * num_slots + (slot if per_slot else 0)) * sync_size + column
+    block, target, benefit = _benefits(blocks, problem, width=1, num_targets=batch.num_ranks)
+    is_inside = target // sync_size == groups[block // (sync_size * num_slots)]
+    block, target, benefit = block[is_inside], target[is_inside], benefit[is_inside]
+    size = num_groups * num_slots * sync_size
+    targets = _match_greedily(block, block // sync_size * sync_size + target % sync_size, benefit, size=size)
+    return (groups[group] * sync_size + targets[blocks] % sync_size) * num_microbatches + slot
 
 
-def _benefits(part: Ints, problem: Problem, *, width: int, num_places: int) -> _Benefits:
-    """Tokens that each part keeps at each place, which is `width` ranks; of `part` each sample's.
+def _benefits(block: Ints, problem: Problem, *, width: int, num_targets: int) -> _Benefits:
+    """Tokens that each block keeps at each target, which is `width` ranks; of `block` each sample's.
 
     A token at home counts more than all tokens on their node, as far as int64 allows.
     """
     homes, per_node = problem.home_ranks, problem.ranks_per_node
     assert homes is not None
     if per_node is None or per_node <= width:
-        return _summed(part, homes // width, problem.lengths)
-    of_node, first, tokens = _summed(part, homes // per_node * per_node // width, problem.lengths)
-    places = first[:, None] + np.arange(per_node // width)
-    if places.size > MAX_NEAR:
-        return _summed(part, homes // width, problem.lengths)
+        return _summed(block, homes // width, problem.lengths)
+    node_block, first, tokens = _summed(block, homes // per_node * per_node // width, problem.lengths)
+    targets = first[:, None] + np.arange(per_node // width)
+    if targets.size > _MAX_NEAR:
+        return _summed(block, homes // width, problem.lengths)
     total = int(problem.lengths.sum()) + 1
-    parts = np.concatenate([part, of_node.repeat(places.shape[1])])
-    benefits = np.concatenate([problem.lengths * min(total, 2**61 // total), tokens.repeat(places.shape[1])])
-    return _summed(parts, np.concatenate([homes // width, places.reshape(-1).clip(max=num_places - 1)]), benefits)
+    blocks = np.concatenate([block, node_block.repeat(targets.shape[1])])
+    benefits = np.concatenate([problem.lengths * min(total, 2**61 // total), tokens.repeat(targets.shape[1])])
+    return _summed(blocks, np.concatenate([homes // width, targets.reshape(-1).clip(max=num_targets - 1)]), benefits)
 
 
-def _summed(part: Ints, place: Ints, benefits: Ints) -> _Benefits:
+def _summed(block: Ints, target: Ints, benefits: Ints) -> _Benefits:
     """The sum of benefits of each pair that occurs."""
-    num_places = int(place.max(initial=0)) + 1
-    keys, of_key = np.unique(part * num_places + place, return_inverse=True)
-    return keys // num_places, keys % num_places, sums(benefits, of_key.reshape(-1), keys.size)
+    num_targets = int(target.max(initial=0)) + 1
+    keys, key_of = np.unique(block * num_targets + target, return_inverse=True)
+    return keys // num_targets, keys % num_targets, sums(benefits, key_of.reshape(-1), keys.size)
 
 
-def _match_greedily(parts: Ints, places: Ints, benefits: Ints, *, size: int) -> Ints:
-    """Gives each of `size` parts a place of its own, the largest benefit first, in many problems at once.
+def _match_greedily(blocks: Ints, targets: Ints, benefits: Ints, *, size: int) -> Ints:
+    """Gives each of `size` blocks a different target, the largest benefit first, in many problems at once.
 
-    In each round every benefit that is the largest left of its part and of its place is taken. That is what taking them
-    one by one leads to, in a few passes over arrays. Parts and places are numbered through all problems. Those that no
-    benefit joins meet in their order: every problem has as many of the ones as of the others.
+    In each round every pair whose benefit is the largest of its block and of its target is chosen. Choosing them one by
+    one leads to the same, in more passes. Blocks and targets are numbered through all problems. Those that no benefit
+    joins are paired in their order: every problem has as many blocks as targets.
     """
-    place_of, taken = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.bool_)
+    target_of, used = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.bool_)
     order = np.argsort(-benefits, kind="stable")
-    parts, places = parts[order], places[order]
-    while parts.size:
-        position = np.arange(parts.size)
-        first_of_part, first_of_place = np.zeros((2, size), dtype=np.int64)
+    blocks, targets = blocks[order], targets[order]
+    while blocks.size:
+        position = np.arange(blocks.size)
+        first_by_block, first_by_target = np.zeros((2, size), dtype=np.int64)
         # Assigned backwards, so that the first entry stays.
-        first_of_part[parts[::-1]] = position[::-1]
-        first_of_place[places[::-1]] = position[::-1]
-        chosen = (first_of_part[parts] == position) & (first_of_place[places] == position)
-        place_of[parts[chosen]] = places[chosen]
-        taken[places[chosen]] = True
-        left = (place_of[parts] < 0) & ~taken[places]
-        parts, places = parts[left], places[left]
-    place_of[place_of < 0] = np.flatnonzero(~taken)
-    return place_of
+        first_by_block[blocks[::-1]] = position[::-1]
+        first_by_target[targets[::-1]] = position[::-1]
+        chosen = (first_by_block[blocks] == position) & (first_by_target[targets] == position)
+        target_of[blocks[chosen]] = targets[chosen]
+        used[targets[chosen]] = True
+        remaining = (target_of[blocks] < 0) & ~used[targets]
+        blocks, targets = blocks[remaining], targets[remaining]
+    target_of[target_of < 0] = np.flatnonzero(~used)
+    return target_of
 
 
 def _exchange_equal(batch: Batch, microbatch_of: Ints, num_microbatches: int, problem: Problem) -> Ints:
     """Exchanges samples of equal cost and weight, long ones first: to their home rank, then to its node."""
     assert problem.home_ranks is not None
-    columns = np.vstack([batch.costs, batch.shared[None], batch.weights[None]])
+    columns = np.vstack([batch.costs, batch.expert_cost[None], batch.weights[None]])
     order = np.lexsort(columns)
     differs = (np.diff(columns[:, order], axis=1) != 0).any(axis=0)
     kind_of = np.empty_like(order)
@@ -134,26 +136,26 @@ def _exchange_equal(batch: Batch, microbatch_of: Ints, num_microbatches: int, pr
     for width in (1, problem.ranks_per_node):
         if width is None:
             break
-        num_places = -(-batch.num_ranks // width)
-        wanted = kind_of[samples] * num_places + problem.home_ranks[samples] // width
-        offered = kind_of[positions] * num_places + old[positions] // num_microbatches // width
-        one, other = _pair_equal(wanted, offered)
-        microbatch_of[samples[one]] = old[positions[other]]
-        samples, positions = np.delete(samples, one), np.delete(positions, other)
-    # Of each kind there are as many positions left as samples.
+        num_targets = -(-batch.num_ranks // width)
+        requested = kind_of[samples] * num_targets + problem.home_ranks[samples] // width
+        offered = kind_of[positions] * num_targets + old[positions] // num_microbatches // width
+        wanted_index, offered_index = _pair_equal(requested, offered)
+        microbatch_of[samples[wanted_index]] = old[positions[offered_index]]
+        samples, positions = np.delete(samples, wanted_index), np.delete(positions, offered_index)
+    # Of each kind there are as many positions as samples.
     samples, positions = (ids[np.argsort(kind_of[ids], kind="stable")] for ids in (samples, positions))
     microbatch_of[samples] = old[positions]
     return microbatch_of
 
 
-def _pair_equal(wanted: Ints, offered: Ints) -> tuple[Ints, Ints]:
+def _pair_equal(requested: Ints, offered: Ints) -> tuple[Ints, Ints]:
     """Pairs entries of equal value, first with first: their indices in both, `[num_pairs]` each."""
-    orders = [np.argsort(values, kind="stable") for values in (wanted, offered)]
+    orders = [np.argsort(values, kind="stable") for values in (requested, offered)]
     keys: list[Ints] = []
-    for values, order in zip((wanted, offered), orders, strict=True):
-        rising = values[order]
-        keys.append(rising * (values.size + 1) + np.arange(values.size) - rising.searchsorted(rising))
-    # Both rise, without equal ones.
-    places = keys[1].searchsorted(keys[0])
-    paired = np.append(keys[1], -1)[places] == keys[0]
-    return orders[0][paired], orders[1][places[paired]]
+    for values, order in zip((requested, offered), orders, strict=True):
+        ascending = values[order]
+        keys.append(ascending * (values.size + 1) + np.arange(values.size) - ascending.searchsorted(ascending))
+    # Both ascend, without equal entries.
+    targets = keys[1].searchsorted(keys[0])
+    paired = np.append(keys[1], -1)[targets] == keys[0]
+    return orders[0][paired], orders[1][targets[paired]]

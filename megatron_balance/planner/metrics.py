@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import MAX_TOTAL_COST
-from megatron_balance.planner.batch import Batch, make_batch, sums
-from megatron_balance.planner.dynamic_cp import SizedBatch, make_sized_batch
-from megatron_balance.planner.inputs import Ints, Problem
-from megatron_balance.planner.times import waiting
+from megatron_balance.planner.batch import SizedBatch, batch_of
+from megatron_balance.planner.level_packing import Batch
+from megatron_balance.planner.objective import waiting
+from megatron_balance.planner.problem import Ints, sums
 from megatron_balance.topology import Topology
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ def gpu_costs(batch: Batch | SizedBatch, microbatch_of: Ints, cp_sizes: Ints, *,
     return GpuCosts(-(-grid * unit // gpus), *(-(-time * unit * stages // gpus) for time in times))
 
 
-def batch_of(problem: Problem) -> Batch | SizedBatch:
-    """A global batch in integers, at one size or at all of its topology."""
-    return make_sized_batch(problem) if problem.topology.dynamic_cp else make_batch(problem)
-
-
 def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     """Figures of samples in micro-batches."""
     problem, microbatch_of, cp_sizes = assignment, assignment.microbatch_of, assignment.cp_size_grid
@@ -164,8 +159,8 @@ def slowest_over_mean(grid: NDArray[Any], *, objective: str, topology: Topology)
     `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one another there, and
     `pipeline` with experts spread over ranks too; else sums of ranks are compared. With dynamic sizes ranks are leaves.
     """
-    span = waiting(objective, topology=topology).span
-    of_groups = grid.reshape(-1, span, grid.shape[1]).max(axis=1).sum(axis=1)
+    width = waiting(objective, topology=topology).sync_size
+    of_groups = grid.reshape(-1, width, grid.shape[1]).max(axis=1).sum(axis=1)
     mean = float(grid.sum()) / len(grid)
     return float(of_groups.max()) / mean if mean else 1.0
 

@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.batch import Batch, sums
-from megatron_balance.planner.dynamic_cp import SizedBatch
-from megatron_balance.planner.inputs import Ints, Problem, groups_that_split, sum_segments
-from megatron_balance.planner.metrics import ScheduleMetrics, batch_of, gpu_costs, plan_metrics
-from megatron_balance.planner.times import resolve_objective
+from megatron_balance.planner.batch import SizedBatch, batch_of, first_ranks
+from megatron_balance.planner.level_packing import Batch
+from megatron_balance.planner.metrics import ScheduleMetrics, gpu_costs, plan_metrics
+from megatron_balance.planner.objective import resolve_objective
+from megatron_balance.planner.problem import Ints, Problem, groups_that_split, sum_segments, sums
 
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """For every rank, for every slot: sample ids, which are positions in the global batch."""
@@ -61,9 +61,8 @@ class Assignment(Problem):
 
     def owner_slots(self) -> Ints:
         """`first_rank * num_microbatches + slot` of every rank's micro-batches, `[num_ranks, num_microbatches]`."""
-        ranks = np.arange(len(self.cp_size_grid))[:, None]
-        first = ranks - ranks % np.maximum(self.cp_size_grid, 1) if self.topology.dynamic_cp else ranks
-        return first * self.num_microbatches + np.arange(self.num_microbatches)
+        sizes = self.cp_size_grid if self.topology.dynamic_cp else np.ones_like(self.cp_size_grid)
+        return first_ranks(sizes) * self.num_microbatches + np.arange(self.num_microbatches)
 
     def sample_ids(self) -> Ints:
         """All sample ids, rank by rank and slot by slot, each once, `[num_samples]`."""

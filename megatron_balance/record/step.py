@@ -68,7 +68,9 @@ class StepRecord(Assignment):
 
         Its seconds contain no waiting; those of the other ranks do.
         """
-        groups = self.costs.reshape(-1, waiting(self.objective, topology=self.topology).span, self.num_microbatches)
+        groups = self.costs.reshape(
+            -1, waiting(self.objective, topology=self.topology).sync_size, self.num_microbatches
+        )
         is_largest = (groups == groups.max(axis=1, keepdims=True)).reshape(self.costs.shape)
         return is_largest & (self.seconds > 0)
 

@@ -121,7 +121,7 @@ class PolicyFigures:
         """One step."""
         step, width = self.steps[index], self.width
         durations = step.seconds if self.measured else step.costs * (self.scale.per_cost / width)
-        sync_size = waiting(step.objective, topology=step.topology).span
+        sync_size = waiting(step.objective, topology=step.topology).sync_size
         slowest = durations.reshape(-1, sync_size, step.num_microbatches).max(axis=1)
         ends = np.cumsum(slowest, axis=1)
         return Timeline(

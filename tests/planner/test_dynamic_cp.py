@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plan_judge import Batch, per_gpu
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import batch_of, dynamic_plan
+from megatron_balance.planner import batch_of, dynamic_packing
 
 COST_MODELS = [
     CostModel.tokens(),
@@ -315,8 +315,8 @@ def test_no_plan_is_slower_than_one_size_for_all(ranks, seed):
 
 def test_short_samples_by_tokens_end_the_search_for_a_target():
     calls = []
-    original = dynamic_plan._nodes_within
-    with mock.patch.object(dynamic_plan, "_nodes_within", lambda *a, **k: calls.append(0) or original(*a, **k)):
+    original = dynamic_packing._nodes_within
+    with mock.patch.object(dynamic_packing, "_nodes_within", lambda *a, **k: calls.append(0) or original(*a, **k)):
         topology = Topology(8, dynamic_cp=True)
         build_data_schedule([100] * 16, cost_model=CostModel.tokens(), topology=topology, limits=Limits(4096)).check()
     assert len(calls) < 20

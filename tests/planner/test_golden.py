@@ -21,7 +21,7 @@ from benchmarks.planner.setups import draw_lengths
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cost.rates import profiles
 from megatron_balance.planner import batch_of
-from megatron_balance.planner.pipeline_plan import plan_pipeline
+from megatron_balance.planner.pipeline_packing import plan_pipeline
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 

@@ -143,8 +143,8 @@ def test_imbalances_of_sizes_of_their_own_are_those_of_its_leaves(ranks):
     ],
 )
 def test_the_slowest_of_ranks_that_meet_is_theirs(topology, size):
-    assert waiting("microbatch", topology=topology).span == size
-    assert waiting("step", topology=topology).span == 1
+    assert waiting("microbatch", topology=topology).sync_size == size
+    assert waiting("step", topology=topology).sync_size == 1
     grid = np.zeros((8, 2))
     grid[:, 0] = range(8)
     grid[size - 1, 1] = 40

@@ -190,7 +190,7 @@ def test_karmarkar_karp_cuts_every_rank_whatever_the_cap(cap, long):
     """R35. Neither a tight cap nor an over-long sample, which runs alone, ends it."""
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(6.4, 1.1, 512)).astype(np.int64), 16, 9216)
     schedule = plan([*lengths, *long], dp_size=4, cap=cap, cost_model=FLOPS, algorithm="karmarkar_karp")
-    costs, others = batch_of(schedule).own, np.arange(512 + len(long)) < 512
+    costs, others = batch_of(schedule).local_cost, np.arange(512 + len(long)) < 512
     of_ranks = {tuple(part) for part in karmarkar_karp(costs, num_parts=4)}
     assert {tuple(sorted(sample for slot in slots for sample in slot)) for slots in schedule.ranks} == of_ranks
     for slots in schedule.ranks:

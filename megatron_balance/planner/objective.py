@@ -1,7 +1,13 @@
-"""The time that micro-batches take on the stages of a pipeline, in the order in which Megatron runs their passes.
+"""Objectives: when ranks wait for one another, and the exact time of their micro-batches on the stages of a pipeline.
+
+    step        ranks meet once a step, at the gradient reduction: the largest sum over a rank's micro-batches
+    microbatch  ranks meet in every micro-batch (`Topology.sync_size`: experts, FSDP, FP8's delayed scaling): the
+                sum over slots of the costliest rank that meets there, of the slowest group; with pipeline stages, which
+                wait for their group in each slot, the largest makespan of the groups' costliest micro-batches
+    pipeline    ranks meet once, after the pipeline: the largest makespan of a rank
 
 A stage holds `num_chunks` model chunks. One chunk: stage s of P runs P-1-s forwards, then one forward and one backward
-in turn, then the backwards that are left (D. Narayanan et al., "Efficient large-scale language model training on GPU
+in turn, then the remaining backwards (D. Narayanan et al., "Efficient large-scale language model training on GPU
 clusters using Megatron-LM", 2021). Several chunks: forwards follow Megatron's schedule table, groups of `group_size`
 micro-batches chunk by chunk; backwards follow it with the chunks reversed; stage s starts with
 2(P-1-s) + (V-1)*group_size forwards (megatron.core.pipeline_parallel.schedules of 0.19: `get_schedule_table`,
@@ -24,7 +30,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_balance.errors import BalanceError
+from megatron_balance.topology import Topology
+
 Ints = NDArray[np.int64]
+
+OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
+"""Names that `--balance-objective` and `build_data_schedule` take."""
+
 PeerWait = Callable[[Ints, Ints], Ints]
 """Maps times `[num_ranks, n]` at which ranks are ready for slots `[n]` to those at which their peers are ready too."""
 
@@ -99,29 +112,29 @@ def _levels(pipeline: Pipeline, num_microbatches: int) -> _Levels:
         before = remaining
         for stage, order in enumerate(orders):
             while position[stage] < len(order):
-                this = order[position[stage]]
-                needed = source(stage, *this)
-                if needed is not None and needed not in level:
+                current = order[position[stage]]
+                source_pass = source(stage, *current)
+                if source_pass is not None and source_pass not in level:
                     break
                 previous = level[stage, order[position[stage] - 1]] if position[stage] else -1
-                level[stage, this] = 1 + max(previous, -1 if needed is None else level[needed])
+                level[stage, current] = 1 + max(previous, -1 if source_pass is None else level[source_pass])
                 position[stage] += 1
                 remaining -= 1
         assert remaining < before, "the order of Megatron's passes has no circle"
     ordered = sorted(level, key=lambda key: level[key])  # stable: equal levels stay stage by stage
     number = {key: index for index, key in enumerate(ordered)} | {None: len(ordered)}
-    previous_of = {
-        (stage, this): (stage, order[index - 1]) if index else None
+    previous = {
+        (stage, current): (stage, order[index - 1]) if index else None
         for stage, order in enumerate(orders)
-        for index, this in enumerate(order)
+        for index, current in enumerate(order)
     }
-    slot = np.array([this[1] for _, this in ordered], dtype=np.int64)
-    kind = [pipeline.kinds[stage][this[2]] if pipeline.kinds else 0 for stage, this in ordered]
-    backward = np.array([this[0] for _, this in ordered], dtype=np.int64)
+    slot = np.array([current[1] for _, current in ordered], dtype=np.int64)
+    kind = [pipeline.kinds[stage][current[2]] if pipeline.kinds else 0 for stage, current in ordered]
+    backward = np.array([current[0] for _, current in ordered], dtype=np.int64)
     counts = np.bincount([level[key] for key in ordered]) if ordered else np.zeros(0, dtype=np.int64)
     return _Levels(
         [0, *np.cumsum(counts).tolist()],
-        np.array([number[previous_of[key]] for key in ordered], dtype=np.int64),
+        np.array([number[previous[key]] for key in ordered], dtype=np.int64),
         np.array([number[source(key[0], *key[1])] for key in ordered], dtype=np.int64),
         slot,
         (2 * np.array(kind, dtype=np.int64) + backward) * num_microbatches + slot,
@@ -153,3 +166,73 @@ def makespans(costs: Ints, pipeline: Pipeline, *, peers: PeerWait | None = None)
             ready = peers(ready.T, levels.slot[start:stop]).T
         end[start:stop] = ready + times[levels.row[start:stop]]
     return -(-end.max(axis=0) // num_parts) << shift
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Where ranks wait for one another under an objective."""
+
+    sync_size: int  # neighbouring ranks that meet in every micro-batch; 1 where ranks meet once a step
+    in_slots: bool  # they meet in every micro-batch even without shared work: reports draw slots aligned
+    pipeline: Pipeline  # that micro-batches pass; one stage where their times add up
+
+    @property
+    def is_makespan(self) -> bool:
+        """True if micro-batches pass several stages."""
+        return self.pipeline.num_stages > 1
+
+    def times(self, slot_times: Ints) -> Ints:
+        """Time of each group, `[num_groups]`, for `[num_groups, num_microbatches]` costs in slot order."""
+        return makespans(slot_times[:, None], self.pipeline) if self.is_makespan else slot_times.sum(axis=1)
+
+    def at_least(self, work: int, *, empty: int, longest: int = 0) -> int:
+        """A time that a group of this much work cannot beat; `longest`: lower bound on its costliest micro-batch.
+
+        A pipeline's stage also idles while one empty micro-batch passes one chunk of each other stage.
+        """
+        stages, chunks = self.pipeline.num_stages, self.pipeline.num_chunks
+        return max(-(-(work * chunks + (stages - 1) * empty) // (stages * chunks)), longest)
+
+
+def waiting(objective: str, *, topology: Topology) -> Waiting:
+    """Where ranks wait under an objective that is resolved.
+
+    With dynamic context parallelism ranks are leaves: expert-parallel groups meet through the groups that reach over
+    several, so that all leaves meet or none.
+    """
+    in_slots = objective == "microbatch"
+    is_synced = topology.sync_size > 1
+    has_stages = objective == "pipeline" or (in_slots and is_synced and topology.pp_size > 1)
+    if topology.dynamic_cp:
+        sync_size = topology.dp_cp_size if in_slots else 1
+    elif in_slots:
+        sync_size = topology.sync_size if is_synced else topology.dp_size
+    else:
+        sync_size = topology.ep_dp_size if objective == "pipeline" else 1
+    pipeline = Pipeline(topology.pp_size, topology.vpp_size, topology.microbatch_multiple) if has_stages else Pipeline()
+    return Waiting(sync_size, in_slots=in_slots, pipeline=pipeline)
+
+
+def resolve_objective(objective: str, *, topology: Topology) -> str:
+    """The name of the objective; `auto` is resolved by the topology."""
+    if objective not in OBJECTIVES:
+        raise BalanceError(f"objective is {objective!r}: it must be one of {', '.join(OBJECTIVES)}.")
+    if objective != "auto":
+        return objective
+    if topology.sync_size > 1:
+        return "microbatch"
+    return "pipeline" if topology.pp_size > 1 else "step"
+
+
+def is_makespan(objective: str, *, topology: Topology) -> bool:
+    """True if the predicted time is a pipeline's makespan, False if it is the work of all stages together."""
+    return waiting(objective, topology=topology).is_makespan or objective == "pipeline"
+
+
+def organ_pipe_order(costs: Ints) -> Ints:
+    """The micro-batch of each slot of a pipeline: small ones at both ends, the largest in the middle.
+
+    The other stages wait for the first forwards and the last backwards, so these should be small.
+    """
+    ascending = np.argsort(costs, axis=1, kind="stable")
+    return np.concatenate([ascending[:, ::2], ascending[:, 1::2][:, ::-1]], axis=1)

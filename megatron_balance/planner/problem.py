@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
-from megatron_balance.planner.times import resolve_objective
+from megatron_balance.planner.objective import Ints, resolve_objective
 from megatron_balance.topology import Limits, Topology
 
-Ints = NDArray[np.int64]
-NEVER = int(np.iinfo(np.int64).max)
+INT_MAX = int(np.iinfo(np.int64).max)
 
 
 def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 40) -> Ints:
@@ -27,7 +26,7 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:
-        raise BalanceError(f"{name} is no list of integers: {error}.") from error
+        raise BalanceError(f"{name} is not a list of integers: {error}.") from error
     if array.ndim != 1:
         raise BalanceError(f"{name} has shape {array.shape}: it must have one entry for each sample.")
     if array.size == 0:
@@ -36,9 +35,9 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 
         for index, value in enumerate(cast("Sequence[object]", values)):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
                 raise BalanceError(f"{name}[{index}] is {value!r}: it must be an integer of at least 0.")
-    wrong = np.flatnonzero((array < 0) | (array > 2**bits))
-    if wrong.size:
-        index = int(wrong[0])
+    invalid = np.flatnonzero((array < 0) | (array > 2**bits))
+    if invalid.size:
+        index = int(invalid[0])
         raise BalanceError(f"{name}[{index}] is {array[index]}: it must be an integer from 0 to 2**{bits}.")
     return array.astype(np.int64)
 
@@ -83,10 +82,10 @@ class Images:
     @classmethod
     def of(cls, image_patches: Sequence[Sequence[int]] | Images, *, num_samples: int) -> Images:
         """The images of samples: for each one the patches of each of its images, or their sums."""
-        given = image_patches.sums if isinstance(image_patches, Images) else image_patches
+        values = image_patches.sums if isinstance(image_patches, Images) else image_patches
         try:
-            counts = [] if isinstance(image_patches, Images) else [len(of_sample) for of_sample in image_patches]
-            num_given = len(given)
+            counts = [] if isinstance(image_patches, Images) else [len(patches_of) for patches_of in image_patches]
+            num_given = len(values)
         except TypeError as error:
             raise BalanceError(f"image_patches is no list of lists: {error}. Give each sample's patches.") from error
         if num_given != num_samples:
@@ -96,10 +95,10 @@ class Images:
             )
         if isinstance(image_patches, Images):
             return image_patches
-        flat = [num_patches for of_sample in image_patches for num_patches in of_sample]
+        flat = [num_patches for patches_of in image_patches for num_patches in patches_of]
         patches = as_integers(flat, name="image_patches", bits=24)  # so that sums of squares fit in int64
-        of_samples = np.array(counts, dtype=np.int64)
-        return cls(np.stack([sum_segments(power, num_segments=of_samples) for power in (patches, patches**2)], axis=1))
+        counts_of = np.array(counts, dtype=np.int64)
+        return cls(np.stack([sum_segments(power, num_segments=counts_of) for power in (patches, patches**2)], axis=1))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -177,8 +176,8 @@ class Problem:
         """Padded tokens of every sample at a context-parallel size of its own, `[num_samples]` as `sizes`."""
         padded = np.zeros_like(sizes)
         for size in np.unique(sizes).tolist():
-            of_segments = self.topology.with_cp_size(size).padded_seq_len(self.segments)
-            at_size = sum_segments(of_segments, num_segments=self.num_segments)
+            segment_tokens = self.topology.with_cp_size(size).padded_seq_len(self.segments)
+            at_size = sum_segments(segment_tokens, num_segments=self.num_segments)
             padded[sizes == size] = at_size[sizes == size]
         return padded
 
@@ -192,3 +191,10 @@ def check_kind(name: str, value: object, kind: type[object]) -> None:
     """Raises BalanceError if an argument is of another type."""
     if not isinstance(value, kind):
         raise BalanceError(f"{name} is {value!r}: it must be a {kind.__name__}.")
+
+
+def sums(values: Ints, index: Ints, size: int) -> Ints:
+    """`[size]` sums of the values of each index."""
+    out = np.zeros(size, dtype=np.int64)
+    np.add.at(out, index, values)
+    return out
