@@ -34,7 +34,8 @@ from megatron_balance.mcore.microbatch import (
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.packs import BalancedStep, Microbatch, StepTotals
+from megatron_balance.mcore.step.loss_weights import router_loss_scale, token_weights, with_weights
+from megatron_balance.mcore.step.packs import BalancedStep, Microbatch, Slots, StepTotals
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch, warn_of_oversized
@@ -66,6 +67,7 @@ class BalancedForwardBackward:
         self.totals: StepTotals | None = None
         self.log_scale = 1.0
         self.pipeline_shapes: PipelineShapes | None = None
+        self.token_weights: Callable[[], torch.Tensor] | None = None  # of the micro-batch that runs forward
         self._settings = settings
         layout = Layout.from_parallel_state(timeout=timeout)
         # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
@@ -212,7 +214,11 @@ class BalancedForwardBackward:
         self.pipeline_shapes = planned_shapes(step.slots, topology=self._settings.topology, arguments=arguments)
         self.in_step = True
         try:
-            with variable_seq_lengths(model):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(variable_seq_lengths(model))
+                if step.slots.loss_weights is not None:
+                    totals = step.totals
+                    stack.enter_context(router_loss_scale(totals.learned, num_tokens=totals.tokens, model=model))
                 return schedule(**arguments)
         finally:
             self.in_step = False
@@ -254,9 +260,25 @@ class BalancedForwardBackward:
                     stack.enter_context(called_with_packs(starts[slot], model=model))
                 if observer is not None:
                     stack.enter_context(observer.timed(slot))
-                return run(data_iterator, model, *rest, **keywords)
+                if slots.loss_weights is None:
+                    return run(data_iterator, model, *rest, **keywords)
+                weights = functools.cache(functools.partial(self._token_weights, slots, slot))
+                stack.enter_context(patched_attrs(self, token_weights=weights))
+                output, loss_func = run(data_iterator, model, *rest, **keywords)
+                return output, loss_func and with_weights(loss_func, weights)
 
         return forward_step
+
+    def _token_weights(self, slots: Slots, slot: int) -> torch.Tensor:
+        assert slots.loss_weights is not None, "this step has weights"
+        cp_size = slots.cp_sizes[slot]
+        return token_weights(
+            slots.loss_weights[slot],
+            lengths=slots.sequence_lengths[slot],
+            num_tokens=slots.num_tokens[slot],
+            token_multiple=self._settings.topology.with_cp_size(cp_size).token_multiple,
+            cp_size=cp_size,
+        )
 
 
 def _warn_of_means(losses: Any) -> None:

@@ -30,6 +30,7 @@ from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
 from megatron_balance.mcore.setup.flags import add_balance_args
 from megatron_balance.mcore.setup.rules import Options, holds
+from megatron_balance.mcore.step.loss_weights import weigh
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import version_of
 
@@ -155,6 +156,14 @@ def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any
         return get(*positional, **keywords)
     input_ids, position_ids, _, *embeddings = get(*positional, **keywords)
     return input_ids, position_ids, padding_mask, *embeddings
+
+
+def _weigh_predictions(run: Run, process: Function, *positional: Any, **keywords: Any) -> Any:
+    """Weigh the losses of multi-token prediction as those of the next token."""
+    if (weights := run.token_weights) is not None:
+        losses_of = keywords["compute_language_model_loss"]
+        keywords["compute_language_model_loss"] = lambda *inputs: weigh(losses_of(*inputs), weights())
+    return process(*positional, **keywords)
 
 
 def _log_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
@@ -315,6 +324,16 @@ HOOKS = (
         until="Megatron passes the mask on unchanged, as its dev branch does",
         needed="num_experts mtp_num_layers",
         first=(0, 18),
+    ),
+    Hook(
+        target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+        bound_in=("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model"),
+        parameters=("compute_language_model_loss",),
+        wrap=_while_balancing(_weigh_predictions, in_step=True),
+        reason="losses of multi-token prediction are summed in the model, where no weight of a sample reaches them",
+        until="Megatron takes weights of samples",
+        needed="mtp_num_layers",
+        first=(0, 19),
     ),
     Hook(
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",

@@ -71,6 +71,7 @@ class GatheredLengths:
         reported: int64 `[dp_size, NUM_REPORTED]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order.
         image_patches: int64 `[num_samples, 2]`, as `image_patches` counts them; None where no rank did.
+        sample_values: int64 `[num_samples, k]`, further numbers of each sample that ranks sent along; None without.
     """
 
     lengths: NDArray[np.int64]
@@ -82,6 +83,7 @@ class GatheredLengths:
     reported: NDArray[np.int64]
     ragged_lengths: NDArray[np.int64]
     image_patches: NDArray[np.int64] | None
+    sample_values: NDArray[np.int64] | None = None
 
     def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]]:
         """Lengths of the sequences of each of these samples."""
@@ -98,6 +100,7 @@ def gather_sample_lengths(
     group: dist.ProcessGroup,
     problem: str | None = None,
     counts_images: bool = False,
+    sample_values: NDArray[np.int64] | None = None,
     header: Header = Header(),
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -108,6 +111,7 @@ def gather_sample_lengths(
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         problem: an error in this rank's data. It is raised here, on every rank.
         counts_images: whether `image_patches` counts patches, on every rank or on none.
+        sample_values: `[num_local_samples, k]`, numbers that travel along, on every rank or on none.
         header: of this rank, in a run of steps.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -130,6 +134,7 @@ def gather_sample_lengths(
         schema=columns.schema,
         problem=problem,
         image_patches=patches,
+        sample_values=sample_values,
         header=header,
         device=device,
     )
@@ -144,6 +149,7 @@ def gather_lengths(
     schema: SampleSchema | None = None,
     problem: str | None = None,
     image_patches: NDArray[np.int64] | None = None,
+    sample_values: NDArray[np.int64] | None = None,
     header: Header = Header(),
     device: torch.device | str = "cpu",
 ) -> GatheredLengths:
@@ -161,7 +167,7 @@ def gather_lengths(
         sequences, first = ~lengths, np.cumsum(counts) - counts
         sequences[first] = lengths[first]
         columns = [np.array(ragged_lengths, dtype=np.int64).reshape(len(counts), num_ragged)]
-        columns += [] if image_patches is None else [image_patches]
+        columns += [column for column in (image_patches, sample_values) if column is not None]
         values = np.concatenate([sequences, np.hstack(columns).ravel()])
 
     said = [problem, {**header.settings}, None if schema is None else schema.to_text()]
@@ -200,7 +206,8 @@ def gather_lengths(
     starts = np.flatnonzero(sequences >= 0)
     segment_lengths = np.where(sequences < 0, ~sequences, sequences)
     num_ragged = 0 if schema is None else schema.num_ragged
-    num_columns = num_ragged + (0 if image_patches is None else 2)
+    first_value = num_ragged + (0 if image_patches is None else 2)
+    num_columns = first_value + (0 if sample_values is None else sample_values.shape[1])
     table = padded[~is_sequence & (place < headers[:, NUM_VALUES, None])].reshape(len(starts), num_columns)
     # Room for a quarter more than the rank with the most values has: from step to step numbers rarely vary by more.
     next_row = -(-(HEADER_FIELDS + most * 5 // 4) // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -213,7 +220,8 @@ def gather_lengths(
         reported=headers[:, REPORTED:HEADER_FIELDS],
         next_row_values=max(INLINE_LENGTHS, next_row - HEADER_FIELDS),
         ragged_lengths=table[:, :num_ragged],
-        image_patches=None if image_patches is None else table[:, num_ragged:],
+        image_patches=None if image_patches is None else table[:, num_ragged:first_value],
+        sample_values=None if sample_values is None else table[:, first_value:],
     )
 
 

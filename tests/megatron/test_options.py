@@ -119,12 +119,14 @@ WITHOUT_BALANCING = [
     "--balance-unpad 0",
     "--balance-record r",
     "--balance-evaluation",
+    "--balance-loss-weighting sample",
     "--balance-cost flops",
 ]
 """Flags that refine balancing, alone."""
 
 CAUTIONED = [
     f"--transformer-impl transformer_engine {SIZED}",
+    f"--balance-loss-weighting sample --moe-z-loss-coeff 1e-3 {EXPERTS}",
     "--moe-token-dispatcher-type flex --num-experts 4",
     "--moe-token-dispatcher-type flex --num-experts 4 --moe-flex-dispatcher-backend hybridep "
     "--moe-hybridep-pad-uneven-dispatch-inputs",
@@ -272,7 +274,15 @@ def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("metadata", ["0.19.2", None])
-@pytest.mark.parametrize("flags", [f"--hybrid-layer-pattern M*M- {PACKED}", SIZED])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--hybrid-layer-pattern M*M- {PACKED}",
+        SIZED,
+        f"--balance-loss-weighting sample --mtp-num-layers 1 {PACKED}",
+        f"--balance-loss-weighting sample --moe-z-loss-coeff 1e-3 {EXPERTS} {PACKED}",
+    ],
+)
 def test_a_rule_about_a_release_asks_the_module_that_is_imported(
     monkeypatch: pytest.MonkeyPatch, metadata: str | None, flags: str
 ) -> None:

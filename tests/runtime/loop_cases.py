@@ -275,3 +275,44 @@ def step_that_fails(*, kind: str) -> str:
     finally:
         np.argsort = argsort
     raise AssertionError("a step was made")
+
+
+def weighted_gradients(*, weighting: str, num_results: int = 3) -> dict[int, float] | str:
+    """The gradient of every learned token of a step on this rank, by its sample's number; or the error.
+
+    Rank r has two items: sequences of 1, 2 and of 3 tokens and more, the first token of each without a loss; they carry
+    `rollout` and `weight`.
+    """
+
+    def items() -> Iterator[dict[str, torch.Tensor]]:
+        for item in range(2 * NUM_ITEMS):
+            number = 10 * dist.get_rank() + 2 * item + 1
+            batch = row(2 + item, 5 + dist.get_rank(), first=number)
+            batch["loss_mask"][0, [0, 2 + item]] = 0
+            batch["rollout"] = torch.tensor([number % 3, 7])
+            yield batch | {"weight": torch.tensor([0.5, 2.0 + dist.get_rank()])}
+
+    def forward_step(microbatches: Any, model: Any) -> Any:
+        batch = next(microbatches)
+        losses = batch["tokens"].float().requires_grad_()
+
+        def loss_func(losses: torch.Tensor) -> Any:
+            loss, num_tokens = (losses * batch["loss_mask"]).sum(), batch["loss_mask"].sum().int()
+            return (loss, num_tokens, {})[:num_results]
+
+        return (batch, losses), loss_func
+
+    def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> Any:
+        gradients: dict[int, float] = {}
+        for _ in range(num_microbatches):
+            (batch, losses), loss_func = forward_step_func(data_iterator, model[0])
+            loss_func(losses)[0].backward()
+            is_learned = batch["loss_mask"] > 0
+            gradients |= zip(batch["tokens"][is_learned].tolist(), losses.grad[is_learned].tolist(), strict=True)
+        return gradients
+
+    step = balanced(flags=("--balance-loss-weighting", weighting), cap=12, schedule=schedule, forward_step=forward_step)
+    try:
+        return step(items())
+    except BalanceError as error:
+        return str(error)

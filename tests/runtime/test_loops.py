@@ -114,3 +114,41 @@ def test_a_loss_of_one_number_is_warned_of_once_and_training_goes_on(run_cases: 
     assert first == []
     assert warning.startswith("rank 1 gets 'lm loss' as one number from the loss function: Megatron logs its mean")
     assert run_cases(2, "warned_of_losses", numbers=2) == [[], []]
+
+
+SEQUENCES = [
+    (rank, item, 10 * rank + 2 * item + 1 + place, (1 + item, 4 + rank)[place])
+    for rank in range(2)
+    for item in range(NUM_ITEMS)
+    for place in range(2)
+]
+"""Of `weighted_gradients`: rank, item, number, learned tokens."""
+
+
+@pytest.mark.parametrize("weighting", ["micro-batch", "sample", "rollout", "weight"])
+def test_gradients_are_weighed_by_unit(run_cases: Any, weighting: str) -> None:
+    """Those of one unit sum to 1 / number of units, where Megatron has divided them by all learned tokens."""
+    units: dict[int, object] = {}
+    for rank, item, number, _ in SEQUENCES:
+        place = (number - 1) % 2
+        rollout = 7 if place else 100 + number % 3
+        units[number] = {"micro-batch": (rank, item), "sample": number, "rollout": rollout}.get(weighting)
+    total = sum(tokens for *_, tokens in SEQUENCES)
+    expected = {}
+    for rank, _, number, _ in SEQUENCES:
+        unit_tokens = sum(tokens for *_, other, tokens in SEQUENCES if units[other] == units[number])
+        weight = (2.0 + rank) if (number - 1) % 2 else 0.5
+        expected[number] = weight if weighting == "weight" else total / (unit_tokens * len({*units.values()}))
+    gradients: dict[int, float] = {}
+    for outcome in run_cases(2, "weighted_gradients", weighting=weighting):
+        gradients |= outcome
+    assert gradients == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "num_results", "message"),
+    [("prompt", 3, "is 'prompt': it must be token, micro-batch, sample, or a key"), ("sample", 2, "returns 2 results")],
+)
+def test_what_cannot_be_weighed_is_named(run_cases: Any, weighting: str, num_results: int, message: str) -> None:
+    for outcome in run_cases(2, "weighted_gradients", weighting=weighting, num_results=num_results):
+        assert message in outcome

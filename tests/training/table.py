@@ -81,6 +81,7 @@ BY_FLOPS = f"{BY_TOKENS} --balance-by-flops"
 ALONE = BY_FLOPS.replace(f"{CAP}", "8") + " --no-balance-evaluation"
 """Each sample is a micro-batch, as in stock runs."""
 DYNAMIC_CP = BY_FLOPS.replace(f"{CAP}", f"{CAP // 2}") + " --balance-dynamic-cp"
+WEIGHTED = "--balance-loss-weighting micro-batch"
 RECORDED = "--balance-record {run}/record"
 
 
@@ -113,7 +114,8 @@ class Row:
     def without(self) -> list[str]:
         """Common flags that both runs do without."""
         left_out = {"--multi-latent-attention": "--group-query-attention", "--squared-relu": "--swiglu"}
-        return [left_out[flag] for flag in self.stock.split() if flag in left_out]
+        per_token = ["--calculate-per-token-loss"] if "--balance-loss-weighting" in self.balance else []
+        return [left_out[flag] for flag in self.stock.split() if flag in left_out] + per_token
 
     @property
     def num_ranks(self) -> int:
@@ -246,6 +248,23 @@ ROWS = [
     # With tensor parallelism stock runs pad every sample to --seq-length, and count the padding.
     Row("z-loss", "TP2-EP2", MOVED, "moe", "--moe-z-loss-coeff 1e-1 --train-data-path {data}/one-length.jsonl"),
     Row("router-losses-packed", "DP2", model="moe", flags=WEAK_ROUTER_LOSSES),
+    # Megatron's weighting without --calculate-per-token-loss.
+    *(
+        Row("micro-batch", layout, f"{BY_FLOPS} {WEIGHTED}", slow=slow)
+        for layout, slow in (("DP2", False), ("PP2", True))
+    ),
+    Row("micro-batch-mtp", "DP2", f"{BY_FLOPS} {WEIGHTED}", flags=f"{MTP_FLAGS} --micro-batch-size 2", stand_ins=MTP),
+    Row("micro-batch", "EP2", f"{BY_FLOPS} {WEIGHTED}", model="moe", slow=True),
+    Row("micro-batch-sharded", "TP2-SP", f"{BY_FLOPS} {WEIGHTED}", flags=SHARDED, precision="bf16", slow=True),
+    Row(
+        "micro-batch-z-loss",
+        "EP2",
+        f"{MOVED} {WEIGHTED}",
+        "moe",
+        "--moe-z-loss-coeff 1e-1 --train-data-path {data}/one-length.jsonl",
+        slow=True,
+    ),
+    Row("sample", "DP4", f"{DYNAMIC_CP} --balance-loss-weighting sample"),
     # Evaluation; it is in every other row too.
     Row("validation-sets", "DP2", flags=WHOLE_SETS),
     Row("validation-sets", "PP2", flags=WHOLE_SETS, slow=True),

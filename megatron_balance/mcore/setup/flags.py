@@ -117,6 +117,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "rows are filled up with at their end, or attention_mask where the data has one.",
     )
     add(
+        "--balance-loss-weighting",
+        metavar="token|micro-batch|sample|KEY",
+        help="What counts alike in gradients: every token, as with --calculate-per-token-loss; the micro-batches that "
+        "were loaded, as in Megatron without it; samples; or all samples with one integer under this key of the data, "
+        "such as the id of a rollout, or a float as their weight. It sets --calculate-per-token-loss.",
+    )
+    add(
         "--balance-evaluation",
         action=on_or_off,
         help="Pack and move the samples of evaluation too; its loss is then the sum over tokens divided by tokens. "
@@ -192,6 +199,8 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     """
     choices: list[str] = []
     flags.balance_choices = choices
+    if flags.balance_loss_weighting is not None and hasattr(flags, "calculate_per_token_loss"):
+        flags.calculate_per_token_loss = True  # other loops have built their model
     if not flags.balance:
         return
     general = set(_objections(options))

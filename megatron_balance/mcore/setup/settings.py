@@ -65,6 +65,7 @@ class Settings:
     objective: str = "auto"
     algorithm: str = "auto"
     unpad: int | str | None = None
+    loss_weighting: str | None = None  # None by tokens
     overlap: bool = True
     timeout: timedelta = timedelta(minutes=10)
     peer_timeout: timedelta = timedelta(minutes=10)  # how long peers wait for a rank once training runs
@@ -105,6 +106,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         costs=costs,
         eval_limits=eval_limits,
         balance_data=bool(options["balance_data"]),
+        loss_weighting=options["balance_loss_weighting"] if holds(WEIGHTED, options) else None,
         **{name: options[f"balance_{name}"] for name in _FLAGS},
         timeout=timeout_of(options),
         peer_timeout=timedelta(seconds=options.get("distributed_timeout_seconds_after_init") or 0)
@@ -230,6 +232,8 @@ def _assumed_link(topology: Topology) -> tuple[float, str]:
     text += f" of {node_size} ranks by {source}" if node_size else ""
     return link, f"{link / 1e9:g} GB/s {text}"
 
+
+WEIGHTED = "balance_loss_weighting!=token,None"
 
 _REDUCTIONS = (
     # transformer_block.py: one autocast a forward, at whose end Transformer Engine reduces amaxes over the group of

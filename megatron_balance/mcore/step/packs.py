@@ -35,6 +35,7 @@ class Slots:
     cp_sizes: list[int]  # context-parallel ranks that share each
     num_tokens: list[int]  # over those ranks, padding and filler included
     sequence_lengths: list[list[int]]  # without padding and filler; none for a dummy
+    loss_weights: list[list[float]] | None = None  # of these sequences; None where all tokens count alike
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class StepTotals:
     microbatches: int  # that hold samples; one that context-parallel ranks share counts once
     tokens: int  # without padding and filler
     squares: int  # of the samples' lengths
+    learned: int = 0  # tokens with a loss, where a weighting counts them
 
     @classmethod
-    def of_schedule(cls, schedule: DataSchedule) -> StepTotals:
+    def of_schedule(cls, schedule: DataSchedule, *, learned: int = 0) -> StepTotals:
         """Those of a plan."""
         lengths = schedule.lengths
-        return cls(
-            np.unique(schedule.microbatch_of[lengths > 0]).size, int(lengths.sum()), int((lengths * lengths).sum())
-        )
+        microbatches = np.unique(schedule.microbatch_of[lengths > 0]).size
+        return cls(microbatches, int(lengths.sum()), int((lengths * lengths).sum()), learned)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class BalancedStep:
 
 
 def slots_of_replica(
-    schedule: DataSchedule, *, dp_rank: int, shape_bucket: int
+    schedule: DataSchedule, *, dp_rank: int, shape_bucket: int, loss_weights: NDArray[np.float64] | None = None
 ) -> tuple[tuple[Slots, ...], list[list[NDArray[np.int64]]], int]:
     """What each leaf of a data-parallel rank runs, one for all where sizes do not differ; tokens of the whole step.
 
@@ -114,6 +115,9 @@ def slots_of_replica(
             sizes[leaf][sizes[leaf] > 0].tolist(),
             tokens[leaf][sizes[leaf] > 0].tolist(),
             [[length for length in schedule.lengths[of_slot].tolist() if length] for of_slot in of_leaf],
+            None
+            if loss_weights is None
+            else [loss_weights[of_slot[schedule.lengths[of_slot] > 0]].tolist() for of_slot in of_leaf],
         )
         for leaf, of_leaf in zip(leaves, of_leaves, strict=True)
     )

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.figures import figures_of
+from megatron_balance.mcore.step.loss_weights import loss_values, loss_weights
 from megatron_balance.mcore.step.packs import BalancedStep, StepTotals, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.planner import DataSchedule, Images
@@ -103,6 +105,7 @@ class StepPlanner:
         has_images = cost_model.image_linear or cost_model.image_quadratic
         self._counts_images = bool(has_images) and not topology.dynamic_cp
         self.plans = evaluation_plans or PlanProcess(timeout=settings.peer_timeout / 2, warn=warn_of)
+        self._weighting = None if evaluates else settings.loss_weighting
         self._row_values = INLINE_LENGTHS
         self._report = report
         self._compared = {"step of": "evaluation" if evaluates else "training"}
@@ -120,15 +123,16 @@ class StepPlanner:
         started = time.perf_counter()
         group, dynamic = self._dp_group, self.topology.dynamic_cp
         assert group is not None, "this rank loads data"
-        samples = self._samples(fetched, num_items=num_items)
-        failure = samples if isinstance(samples, Failure) else None
-        samples = Samples.of([]) if isinstance(samples, Failure) else samples
+        loaded = self._samples(fetched, num_items=num_items)
+        failure = loaded if isinstance(loaded, Failure) else None
+        samples, values = (Samples.of([]), np.zeros((0, 2), np.int64)) if isinstance(loaded, Failure) else loaded
         try:
             gathered = gather_sample_lengths(
                 samples,
                 group=group,
                 problem=None if failure is None else failure.problem,
                 counts_images=self._counts_images,
+                sample_values=None if self._weighting is None else values,
                 header=Header(
                     self._compared,
                     number,
@@ -148,7 +152,10 @@ class StepPlanner:
         digest = schedule.digest()
         check_same_schedule(digest, group=group)
         replica, slot_ids, step_tokens = slots_of_replica(
-            schedule, dp_rank=self.dp_rank, shape_bucket=self.settings.shape_bucket
+            schedule,
+            dp_rank=self.dp_rank,
+            shape_bucket=self.settings.shape_bucket,
+            loss_weights=self._loss_weights(gathered, num_items=num_items),
         )
         if step_tokens > schedule.lengths.sum():  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
@@ -173,6 +180,7 @@ class StepPlanner:
         parts = [pack["tokens"] for pack in packs]
         if dynamic:
             parts = [torch.cat([*samples.columns["tokens"]])] if len(samples) else []
+        learned = 0 if gathered.sample_values is None else int(gathered.sample_values[:, 0].sum())
         figures = figures_of(schedule, step_tokens=step_tokens, seconds=gathered.reported[:, -1] / 1e9)
         figures["fallback_plans"] = float(gathered.reported[:, 1].sum())
         figures["plan_seconds"] = planned - plan_started
@@ -180,7 +188,7 @@ class StepPlanner:
         return BalancedStep(
             replica[leaf],
             replica,
-            StepTotals.of_schedule(schedule),
+            StepTotals.of_schedule(schedule, learned=learned),
             figures,
             microbatches=packs,
             schedule=schedule,
@@ -190,12 +198,23 @@ class StepPlanner:
             number=number,
         )
 
-    def _samples(self, fetched: Fetched, *, num_items: int) -> Samples | Failure:
-        """Those of this rank, or why it has none."""
+    def _samples(self, fetched: Fetched, *, num_items: int) -> tuple[Samples, NDArray[np.int64]] | Failure:
+        """Those of this rank with their `loss_values`, or why it has none."""
         if fetched.ended:
             ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
             return Failure(BalanceError(ended))
-        return fetched.failure or split_items(fetched.items, unpad=self.settings.unpad)
+        return fetched.failure or split_items(fetched.items, unpad=self.settings.unpad, weighting=self._weighting)
+
+    def _loss_weights(self, gathered: GatheredLengths, *, num_items: int) -> NDArray[np.float64] | None:
+        if self._weighting is None or gathered.sample_values is None or gathered.schema is None:
+            return None
+        return loss_weights(
+            gathered.sample_values,
+            home_ranks=gathered.home_ranks,
+            weighting=self._weighting,
+            num_microbatches=num_items * self.topology.dp_size,
+            is_float=any(key.name == self._weighting and key.dtype.is_floating_point for key in gathered.schema.keys),
+        )
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         return self.plans.plan(
@@ -213,15 +232,24 @@ class StepPlanner:
         )
 
 
-def split_items(items: Sequence[Any], *, unpad: int | str | None) -> Samples | Failure:
-    """The samples of a step's items on the CPU, or a failure that names the item."""
+def split_items(
+    items: Sequence[Any], *, unpad: int | str | None, weighting: str | None
+) -> tuple[Samples, NDArray[np.int64]] | Failure:
+    """The samples of a step's items on the CPU with their `loss_values`, or a failure that names the item."""
     parts: list[Samples] = []
     for index, item in enumerate(items):
         part = attempt(_split, item, unpad=unpad)
         if isinstance(part, Failure):
             return replace(part, during=f"item {index} of this step")
         parts.append(part)
-    return attempt(Samples.joined, parts)
+
+    def join() -> tuple[Samples, NDArray[np.int64]]:
+        samples, values = Samples.joined(parts), np.zeros((0, 2), np.int64)
+        if weighting is not None:
+            values = loss_values(samples, item_counts=[*map(len, parts)], weighting=weighting)
+        return samples, values
+
+    return attempt(join)
 
 
 def _split(item: Any, *, unpad: int | str | None) -> Samples:
