@@ -150,7 +150,12 @@ def _compare(args: argparse.Namespace) -> bytes:
         f"{lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: "
         f"{costs.text(topology)}."
     )
-    for note in (*reasons, *batches.notes, costs.extrapolation(int(lengths.max()))):
+    for note in (
+        *reasons,
+        *batches.notes,
+        costs.extrapolation(int(lengths.max())),
+        costs.split_advice(topology, lengths),
+    ):
         if note:
             say(f"Note: {note}", style="yellow")
     results: list[PolicyResult] = []

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_balance.cli.terminal import in_a_line
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
@@ -25,7 +28,9 @@ from megatron_balance.cost.rates import (
     resolve_cost,
     resolve_exchange,
 )
+from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.record import RunRecord
 from megatron_balance.report.figures import TimeScale
@@ -107,13 +112,35 @@ class CompareCosts:
                 model_parallel_size=topology.model_parallel_size,
                 attention_rate=self.attention_rate,
                 pack_tokens=self.max_tokens_per_gpu * topology.cp_size if pack_tokens is None else pack_tokens,
+                layout=self._layout(topology),
             )
         else:
             cost_model, recorded = self.record.info.cost_model, self.record.info.topology
             same_ranks = name == "flops" or topology.model_parallel_size == recorded.model_parallel_size
             if name != "tokens" and not (same_ranks and topology.ep_size == recorded.ep_size):
                 raise BalanceError("the record's costs hold for its own ranks: add --model, or --cost seconds.json.")
+            if (topology.pp_size, topology.vpp_size) != (recorded.pp_size, recorded.vpp_size):
+                cost_model = replace(cost_model, stages=None)
         return replace(cost_model, cp_exchange=self._exchange(topology) if topology.dynamic_cp else 0)
+
+    def _layout(self, topology: Topology) -> PipelineLayout | None:
+        """As many layers on every pipeline stage, and the output layer on the last one."""
+        if self.shape is None or topology.pp_size == 1:
+            return None
+        return PipelineLayout.even_split(self.shape.num_layers, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
+
+    def split_advice(self, topology: Topology, lengths: NDArray[np.int64]) -> str:
+        """A sentence on another split of the layers; empty where none would pay, or costs are not FLOPs."""
+        shape, layout = self.shape, self._layout(topology)
+        if shape is None or layout is None or self.name != "flops":
+            return ""
+        advice = split_advice(
+            lambda split: CostModel.from_shape(shape, attention_tflops=self.attention_rate, layout=split),
+            layout=layout,
+            shape=shape,
+            lengths=lengths,
+        )
+        return advice and f"with as many layers on every stage {advice}"
 
     def judging(self, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
         """The cost model that judges plans on these ranks, with what context-parallel ranks receive."""

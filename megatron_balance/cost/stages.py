@@ -71,7 +71,7 @@ class StageCosts:
 
     def loads(self, whole: CostModel, lengths: Any) -> list[float]:
         """`[pp_size]` cost of samples of these lengths on each stage, over that of an even share."""
-        costs = [float(kind.total_cost(np.asarray(lengths)).sum()) for kind in self.kinds_of(whole)]
+        costs = [float(kind.total_cost(np.asarray(lengths)).astype(np.float64).sum()) for kind in self.kinds_of(whole)]
         stages = [sum(costs[kind] for kind in stage) for stage in self.kinds]
         return [stage * len(stages) / sum(stages) for stage in stages]
 

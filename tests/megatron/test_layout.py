@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -175,7 +176,7 @@ def test_another_split_is_advised_where_megatron_takes_it(
     shape = ModelShape.preset(name)
     layout = PipelineLayout.even_split(shape.num_layers, pp_size=pp_size, vpp_size=vpp_size)
     sentence = split_advice(
-        lambda split: CostModel.from_shape(shape, layout=split), layout=layout, shape=shape, lengths=[2048]
+        lambda split: CostModel.from_shape(shape, layout=split), layout=layout, shape=shape, lengths=np.full(8192, 2048)
     )
     assert f"stage {pp_size} of {pp_size} computes {largest:.2f} times the mean" in sentence
     assert advice in sentence
