@@ -16,9 +16,9 @@ RESULT = ROOT / "build" / "quickstart" / "result.json"
 FLAGS = {
     "stock": "stock",
     "packed": "`--use-dynamic-batch-size`",
-    "balance_data": "and `--balance-data`",
-    "balance_by_flops": "and `--balance-by-flops`",
-    "dynamic_cp": "and `--balance-dynamic-cp`",
+    "balance-data": "and `--balance-data`",
+    "by-flops": "and `--balance-by-flops`",
+    "dynamic-cp": "and `--balance-dynamic-cp`",
 }
 
 
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace) -> Measured:
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
     policies = figures["policies"]
-    before, last = policies["stock"], policies["dynamic_cp"]
+    before, last = policies["stock"], policies["dynamic-cp"]
     rows: list[list[str]] = []
     for name, one in policies.items():
         speeds = [one["cpu_speedup"], one["predicted_speedup"], one["cpu_speedup"] / before["cpu_speedup"]]

@@ -24,7 +24,7 @@ from megatron_balance.mcore import hooks
 from megatron_balance.mcore.step import plan_process
 from megatron_balance.planner import Problem
 
-POLICIES = ("stock", "packed", "balance_data", "balance_by_flops", "dynamic_cp")
+POLICIES = ("stock", "packed", "balance-data", "by-flops", "dynamic-cp")
 
 
 def policy_of_step(step: int) -> str:
@@ -62,9 +62,9 @@ def plan_of(
     """A step's plan under a policy, for the executor of dynamic sizes."""
     shared: dict[str, Any] = {"limits": limits, "home_ranks": home_ranks}
     options: dict[str, Any] = {"cost_model": cost_model, "topology": topology, **shared}
-    if policy == "dynamic_cp":
+    if policy == "dynamic-cp":
         return build_data_schedule(lengths, **options)
-    cost_model = replace(cost_model, cp_exchange=0) if policy == "balance_by_flops" else CostModel.tokens()
+    cost_model = replace(cost_model, cp_exchange=0) if policy == "by-flops" else CostModel.tokens()
     at_one = build_data_schedule(
         lengths, cost_model=cost_model, topology=topology.with_cp_size(1), move_samples=policy != "packed", **shared
     )

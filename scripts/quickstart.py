@@ -77,7 +77,7 @@ def main() -> int:
     _print_table(policies)
     measured = _measured_record(turns, costs=costs)
     write_record(OUT / "measured.jsonl", measured)
-    write_page(run_figures(measured), out=OUT / "report.html", speedup=policies["dynamic_cp"]["cpu_speedup"])
+    write_page(run_figures(measured), out=OUT / "report.html", speedup=policies["dynamic-cp"]["cpu_speedup"])
     print("Written to build/quickstart/result.json. Steps rank by rank: open build/quickstart/report.html in a browser")
     if error > MAX_FIT_ERROR:
         print(f"The fit is off by {error:.1%}: something else ran, speeds may be as much off. Try again when idle.")
@@ -141,7 +141,7 @@ def _measured_record(turns: Recorded, *, costs: CostModel) -> RunRecord:
     info, recorded = read_record(OUT / "turns_record")
     busiest = {step.iteration: _cpu_seconds(turns)[:, step.iteration - 1].max() for step in recorded}
     steps_of = {step.iteration - 1: step for step in recorded}
-    indices = [index for index in range(TRAIN_ITERS["turns"]) if policy_of_step(index) == "dynamic_cp"]
+    indices = [index for index in range(TRAIN_ITERS["turns"]) if policy_of_step(index) == "dynamic-cp"]
     meetings = zip(*(indices[meeting] for meeting in MEASURED), strict=True)
     quicker = [min((steps_of[index] for index in pair), key=lambda step: busiest[step.iteration]) for pair in meetings]
     info = replace(info, cost_model=costs, cost_name="seconds")
@@ -205,7 +205,7 @@ def _print_table(policies: dict[str, dict[str, Any]]) -> None:
         before = figures
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     print("Gain: over the row above, the one flag that it adds. Predicted: of forward and backward; of a step with")
-    other_seconds = policies["dynamic_cp"]["outside_cpu_seconds"] / policies["dynamic_cp"]["busiest_cpu_seconds"]
+    other_seconds = policies["dynamic-cp"]["outside_cpu_seconds"] / policies["dynamic-cp"]["busiest_cpu_seconds"]
     print(f"all flags {other_seconds:.0%} is outside of both (planning, moving samples, gradients, optimizer).\n")
 
 

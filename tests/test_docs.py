@@ -247,7 +247,7 @@ def test_the_picture_of_the_quickstart_is_of_the_published_run() -> None:
     picture = (DOCS / "pictures" / "quickstart_before_after.svg").read_text()
     for name, figures in published.items():
         assert f"{figures['cpu_speedup']:.2f}×" in section_of_results("quickstart"), name
-        if name not in ("packed", "balance_data"):
+        if name not in ("packed", "balance-data"):
             assert f"{figures['busiest_cpu_seconds']:.2f} s a step" in picture, name
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from panels import Bar, Panel
 
 RESULT = Path(__file__).parents[2] / "build" / "quickstart" / "result.json"
-POLICIES = {"stock": "Stock Megatron", "balance_by_flops": "Balanced by FLOPs", "dynamic_cp": "With dynamic CP"}
+POLICIES = {"stock": "Stock Megatron", "by-flops": "Balanced by FLOPs", "dynamic-cp": "With dynamic CP"}
 
 
 def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:
