@@ -1,0 +1,181 @@
+"""Samplers without Megatron: whose samples a step has, caps, errors at construction, states, and streams."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from gloo_ranks import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from megatron_balance import BalanceError, CostModel, ModelShape
+from megatron_balance.lengths import synthetic_lengths
+from megatron_balance.loaders import BalancedBatchSampler, BalancedStream, dataset_lengths
+
+QWEN = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
+CAP = 16384
+
+
+def sampler(lengths: Any, rank: int = 0, **options: Any) -> BalancedBatchSampler:
+    options = {"global_batch_size": 16, "num_microbatches": 2, "num_replicas": 4, **options}
+    return BalancedBatchSampler(lengths, rank=rank, **options)
+
+
+def lengths_of(count: int, longest: int = 1000) -> np.ndarray:
+    return np.clip(np.random.default_rng(count).lognormal(5, 1, count), 1, longest).astype(np.int64)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=30, max_size=60).filter(
+        lambda drawn: len(drawn) % 10 not in (1, 2, 3)
+    ),
+    padded=st.booleans(),
+    objective=st.sampled_from(["step", "microbatch"]),
+    epoch=st.integers(0, 3),
+    drop_last=st.booleans(),
+)
+def test_every_step_has_its_samples_once_under_the_caps(lengths, padded, objective, epoch, drop_last):
+    options = {"global_batch_size": 10, "num_microbatches": 2, "num_replicas": 2, "max_samples": 7, "padded": padded}
+    options |= {"max_tokens": 300, "objective": objective, "drop_last": drop_last}
+    ranks = [BalancedBatchSampler(lengths, rank=rank, **options) for rank in range(2)]
+    for each in ranks:
+        each.set_epoch(epoch)
+    batches = [list(each) for each in ranks]
+    order = np.random.default_rng([0, epoch, 0]).permutation(len(lengths))
+    for step in range(ranks[0].num_steps):
+        slots = [batch for rank in batches for batch in rank[2 * step : 2 * step + 2]]
+        together = sorted(itertools.chain(*slots))
+        if sorted(order[10 * step : 10 * step + 10].tolist()) != together:  # another attempt's, all of it
+            assert len({*together}) == len(together)
+        for batch in slots:
+            tokens = [lengths[position] for position in batch]
+            assert 0 < len(batch) <= 7
+            assert (len(batch) * max(tokens) if padded else sum(tokens)) <= 300
+    given_once = list(itertools.chain(*itertools.chain(*batches)))
+    assert len({*given_once}) == len(given_once) == (len(lengths) if not drop_last else len(lengths) // 10 * 10)
+    in_turn = itertools.chain(*zip(*batches, strict=True))
+    ranks[1].set_epoch(epoch)
+    assert list(ranks[1].all_ranks()) == list(in_turn)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "padded", "most"),
+    [("azure_conv", 4, False, 1.02), ("code_files", 8, False, 1.02), ("azure_conv", 4, True, 1.11)],
+)
+def test_slowest_ranks_take_little_more_than_the_mean_in_every_micro_batch(name, count, padded, most):
+    lengths = np.minimum(synthetic_lengths(name, num_samples=1024), CAP)
+    options = {"global_batch_size": 256, "num_microbatches": count, "num_replicas": 8, "max_tokens": CAP}
+    batches = [lengths[batch] for batch in sampler(lengths, model=QWEN, padded=padded, **options).all_ranks()]
+    if padded:
+        batches = [np.full(batch.size, batch.max()) for batch in batches]
+    costs = np.array([float(sum(QWEN(int(length)) for length in batch)) for batch in batches]).reshape(-1, 8)
+    assert costs.max(1).sum() * 8 / costs.sum() <= most
+
+
+def test_packs_are_planned_by_their_segments():
+    """Packs of equal tokens differ in attention: by segments they are dealt out, by totals they look alike."""
+    segments = [*[1000] * 4, *[4000] * 4, *[1000] * 8]
+    counts = [4, 1, 1, 1, 1, 4, 4]
+    packs = sampler(
+        segments,
+        num_segments=counts,
+        model=CostModel(linear=1, quadratic=1),
+        global_batch_size=7,
+        num_microbatches=1,
+        num_replicas=2,
+        shuffle=False,
+    )
+    assert packs.lengths.tolist() == [4000] * 7
+    rank_of_long = [sum(position in (1, 2, 3, 4) for position in batch) for batch in packs.all_ranks()]
+    assert rank_of_long == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 900}, "max_tokens is 900, and 1 samples are longer, up to 1000 tokens at position 3"),
+        ({"global_batch_size": 7}, "needs 8 for its micro-batches"),
+        ({"global_batch_size": 65}, "global_batch_size is 65 of 64 samples"),
+        ({"global_batch_size": 60, "drop_last": False}, "needs 8 for its micro-batches"),
+        ({"num_microbatches": 1, "max_tokens": 1000}, r"step \d of epoch 0 needs 2 on each rank"),
+        ({"num_segments": [1, 2]}, "num_segments counts 3 segments of 64 lengths"),
+        ({"num_replicas": 2}, "rank is 3 of num_replicas 2"),
+        ({"objective": "never"}, "never"),
+    ],
+)
+def test_wrong_arguments_end_at_construction(options, message):
+    lengths = np.full(64, 300)
+    lengths[3] = 1000
+    with pytest.raises(BalanceError, match=message):
+        sampler(lengths, rank=3, **options)
+
+
+def test_a_free_number_of_micro_batches_comes_step_by_step():
+    free = sampler(lengths_of(64), num_microbatches=None, max_tokens=1200)
+    steps = list(free.steps())
+    assert len(steps) == 4
+    assert all(steps)
+    with pytest.raises(BalanceError, match=r"iterate over sampler\.steps"):
+        iter(free)
+    with pytest.raises(TypeError, match="num_microbatches is None"):
+        len(free)
+
+
+def test_orders_follow_from_seed_and_epoch():
+    epochs = []
+    for epoch in (0, 1, 0):
+        each = sampler(lengths_of(64))
+        each.set_epoch(epoch)
+        epochs.append(list(each))
+    assert epochs[0] == epochs[2] != epochs[1]
+    assert list(sampler(lengths_of(64), seed=1)) != epochs[0]
+
+
+@pytest.mark.parametrize("given_before", range(9))
+def test_a_state_goes_on_in_the_middle_of_a_step(given_before):
+    first = sampler(lengths_of(64))
+    first.set_epoch(2)
+    expected = list(first)
+    list(itertools.islice(first, given_before))
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    resumed = sampler(lengths_of(64))
+    resumed.load_state_dict(state)
+    assert list(resumed) == expected[given_before:]
+    assert list(resumed) == expected  # the next iteration starts anew
+    with pytest.raises(BalanceError, match="other lengths or options"):
+        sampler(lengths_of(64), seed=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_gives_what_the_sampler_gives(num_workers):
+    rows = [{"id": index, "tokens": [0] * int(length)} for index, length in enumerate(lengths_of(70))]
+    options: dict[str, Any] = {"global_batch_size": 16, "num_microbatches": 2, "num_replicas": 2, "rank": 1}
+    stream = BalancedStream(rows, length=lambda row: len(row["tokens"]), **options)
+    loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
+    given_ids = [[row["id"] for row in batch] for batch in loader]
+    assert given_ids == list(BalancedBatchSampler(lengths_of(70), shuffle=False, **options))
+    stream.load_state_dict({"microbatches": 3})
+    assert [[row["id"] for row in batch] for batch in stream] == given_ids[3:]
+
+
+def test_lengths_come_from_columns_or_a_function():
+    rows = [{"text": "ab", "input_ids": [1, 2, 3]}, {"text": "c", "input_ids": [4]}]
+    assert dataset_lengths(rows)["lengths"].tolist() == [3, 1]
+    assert dataset_lengths(rows, length=lambda row: len(row["text"]))["lengths"].tolist() == [2, 1]
+    packs = dataset_lengths([{"seq_lengths": [2, 3]}, {"seq_lengths": [4]}])
+    assert packs["lengths"].tolist() == [2, 3, 4]
+    assert packs["num_segments"].tolist() == [2, 1]
+    with pytest.raises(BalanceError, match="columns are text, input_ids, and lengths are read from size"):
+        dataset_lengths(rows, column="size")
+
+
+def test_fsdp2_trains_as_one_rank_would_sample_by_sample():
+    """Losses and gradient norms of steps whose weights are sharded, against all samples alone on one rank."""
+    for steps in run_ranks(2, "loader_cases:fsdp2"):
+        for sharded, alone in steps:
+            assert sharded == pytest.approx(alone, rel=2e-6)
