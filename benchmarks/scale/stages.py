@@ -23,7 +23,7 @@ STAGES = {
 }
 """Stage → where its function is looked up."""
 
-_WHOLES = {"all": (StepPlanner, "make"), "reroute": (planner, "rerouted")}
+_WHOLES = {"all": (StepPlanner, "make"), "reroute": (planner, "reroute_columns")}
 """Stages that hold others."""
 
 

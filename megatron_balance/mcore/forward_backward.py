@@ -40,7 +40,7 @@ from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch, warn_of_oversized
 from megatron_balance.runtime.comm import with_step_context
-from megatron_balance.runtime.log import say, warn_once
+from megatron_balance.runtime.log import log_info, warn_once
 from megatron_balance.samples.unpacking import DERIVED_KEYS
 
 Schedule = Callable[..., Any]
@@ -90,7 +90,7 @@ class BalancedForwardBackward:
         if topology.dynamic_cp:
             self.context = CpGroups(topology, layout=layout, timeout=timeout, for_routers=settings.counts_router_tokens)
             if taken := connect(self.context.by_size):
-                say(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
+                log_info(f"connecting context-parallel groups took {taken / 2**20:.0f} MiB of device memory on rank 0.")
         self._layout: Any = {"topology": topology, "place": place}
 
     @property
@@ -289,7 +289,7 @@ def _warn_of_means(losses: Any) -> None:
             warn_once(
                 f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, which "
                 "have unequal numbers of tokens in a balanced run. Return the sum over tokens and their number.",
-                of_rank=True,
+                every_rank=True,
             )
 
 

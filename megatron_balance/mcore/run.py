@@ -15,13 +15,13 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Hook, Patches, install_hooks
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.setup.flags import refuse
-from megatron_balance.mcore.setup.layout import meeting_of_world, refuse_bound_device
+from megatron_balance.mcore.setup.layout import refuse_bound_device, rendezvous_of_world
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.log import say, start_log
+from megatron_balance.runtime.log import log_info, start_log
 from megatron_balance.runtime.process import allow_open_files, close_all, version_of
-from megatron_balance.runtime.start import agree
+from megatron_balance.runtime.rendezvous import check_settings_match
 from megatron_balance.version import build_version
 
 PACKAGES = ("megatron-core", "torch", "numpy")
@@ -105,20 +105,20 @@ def build_run(
                     _hooks[hook.target] = install_hooks([hook], version=version)
     except BalanceError as error:
         problem = str(error)
-    meeting = meeting_of_world(timeout=timeout_of(options))
-    if meeting is not None:
+    rendezvous = rendezvous_of_world(timeout=timeout_of(options))
+    if rendezvous is not None:
         # A stock run sends only that it is stock.
         announcement = {"balancing": "off (no balance flag)"}
         if settings is not None:
             announcement = _announcement(settings, options=options)
-        agree(announcement, meeting=meeting, topic="balance flags and versions", problem=problem)
+        check_settings_match(announcement, rendezvous=rendezvous, topic="balance flags and versions", error=problem)
     if problem is not None:
         raise BalanceError(problem)
     if settings is None:
         return None
     start_log()
     for line in settings.log_lines:
-        say(line)
+        log_info(line)
     return BalancedForwardBackward(settings, args=args, num_steps_done=num_steps_done)
 
 

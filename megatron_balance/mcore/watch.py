@@ -30,7 +30,7 @@ from megatron_balance.mcore.step.packs import BalancedStep
 from megatron_balance.mcore.step.timing import StepTimer
 from megatron_balance.planner import DataSchedule, resolve_objective
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
-from megatron_balance.runtime.log import say, warn_once
+from megatron_balance.runtime.log import log_info, warn_once
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 MAX_UNREAD_STEPS = 8
@@ -68,7 +68,7 @@ class Watch:
         if settings.record is not None and layout.leads_replica(each_cp_rank=settings.topology.dynamic_cp):
             folder = f"--balance-record {settings.record}"  # every rank that writes has a disk of its own to fill
             self._record = RecordThread(
-                self._open, warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", of_rank=True)
+                self._open, warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", every_rank=True)
             )
         finish = self._finish  # one object, by which atexit knows it
         atexit.register(finish)
@@ -137,7 +137,7 @@ class Watch:
             return
         figures = mean_figures(self._figures) | {"num_shapes": float(len(self._shapes))}
         self._figures.clear()
-        say(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
+        log_info(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
 
     def _read_finished(self) -> None:
         """Read the marks of every step that the device has finished."""
@@ -186,7 +186,7 @@ class Watch:
         if self._prints and step.number == FIRST_STEPS + 1 and step.reported is not None and step.reported[:, 0].all():
             peak, reserved = (step.reported[:, :2].max(axis=0) / GIB).tolist()
             stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
-            say(
+            log_info(
                 f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
                 f"--max-tokens-per-gpu {step.reported[:, 2].min()} would leave a tenth of the device free, "
                 "beside what other libraries hold now."

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.process import version_of
-from megatron_balance.runtime.start import Meeting, agree
+from megatron_balance.runtime.rendezvous import Rendezvous, check_settings_match
 from megatron_balance.version import build_version
 
 TIMEOUT = timedelta(seconds=60)
@@ -76,9 +76,9 @@ def check_cluster(*, flags: Sequence[str], problems: Sequence[str], step_nbytes:
     """
     # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
     store, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
-    meeting = Meeting(store, rank=rank, num_ranks=num_ranks, timeout=TIMEOUT)
+    world = Rendezvous(store, rank=rank, num_ranks=num_ranks, timeout=TIMEOUT)
     try:
-        texts = agree({}, meeting=meeting, topic="the doctor", said=json.dumps(_host_info()))
+        texts = check_settings_match({}, rendezvous=world, topic="doctor", payload=json.dumps(_host_info()))
     except BalanceError as error:
         yield Finding(False, str(error))
         return
@@ -89,7 +89,7 @@ def check_cluster(*, flags: Sequence[str], problems: Sequence[str], step_nbytes:
     settings |= {"version of megatron_balance": build_version(), "version of python": platform.python_version()}
     settings["the command line"] = " ".join(flags)
     try:
-        agree(settings, meeting=meeting, topic="versions and flags", problem="; ".join(problems) or None)
+        check_settings_match(settings, rendezvous=world, topic="versions and flags", error="; ".join(problems) or None)
         yield Finding(True, "all ranks have the same versions and flags")
     except BalanceError as error:
         yield Finding(False, str(error))
@@ -100,7 +100,7 @@ def check_cluster(*, flags: Sequence[str], problems: Sequence[str], step_nbytes:
         yield Finding(not problem, problem or f"{text}, {IFNAME} is {info.requested or 'not set'}")
         is_reachable = is_reachable and not problem
     if is_reachable:  # else ranks would wait for each other until the timeout
-        yield from _measure(meeting, hosts=[info.host for info in infos], step_nbytes=step_nbytes)
+        yield from _measure(world, hosts=[info.host for info in infos], step_nbytes=step_nbytes)
 
 
 def _host_info() -> HostInfo:
@@ -125,9 +125,9 @@ def _host_info() -> HostInfo:
     return HostInfo(host, requested, address, interfaces.get(address, ""), towards_master)
 
 
-def _measure(meeting: Meeting, *, hosts: Sequence[str], step_nbytes: int) -> Iterator[Finding]:
+def _measure(rendezvous: Rendezvous, *, hosts: Sequence[str], step_nbytes: int) -> Iterator[Finding]:
     """Time what a step does: ranks gather a few numbers, and send samples to ranks of other hosts."""
-    rank, num_ranks, started = meeting.rank, meeting.num_ranks, time.perf_counter()
+    rank, num_ranks, started = rendezvous.rank, rendezvous.num_ranks, time.perf_counter()
 
     def time_calls(function: Callable[[], object], *, num_calls: int) -> list[float]:
         seconds = []
@@ -150,7 +150,7 @@ def _measure(meeting: Meeting, *, hosts: Sequence[str], step_nbytes: int) -> Ite
             work.wait()
 
     try:
-        store = dist.distributed_c10d.PrefixStore("doctor", meeting.store)
+        store = dist.distributed_c10d.PrefixStore("doctor", rendezvous.store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         seconds_to_meet = time.perf_counter() - started
         latency = statistics.median(time_calls(lambda: gather(*range(8)), num_calls=20))

@@ -1,8 +1,7 @@
 """Collectives and messages between ranks, small enough for gloo; an error names the ranks that did not answer.
 
 torch reports a lost connection or an elapsed timeout, but not what was waited for. Every collective of this package
-runs in `waiting_for`, which names it; `with_step_context` adds the iteration. Only tensors are sent, no pickled
-objects.
+runs in `waiting_for`, which names it; `with_step_context` adds the iteration. Only tensors are sent, nothing pickled.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ _ADVICE = (
 _GLOO_LOST = re.compile(r"gloo.*(Timed out|Connection closed|Connection reset|Broken pipe|No route|pair closure)", re.S)
 """A lost peer in the text of gloo's errors, which are bare RuntimeErrors."""
 
+Device = torch.device | str
 Value = TypeVar("Value", bound=Hashable)
 
 
@@ -39,8 +39,8 @@ class PeerError(BalanceError):
 
 
 @contextlib.contextmanager
-def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Turn the failure of one collective, of this group if it is known, into a PeerError that names what it brings."""
+def waiting_for(operation: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Turn the failure of a collective into a PeerError that names the operation and the group, if it is given."""
     try:
         yield
     except RuntimeError as error:  # gloo raises it bare; torch.distributed's own errors derive from it
@@ -48,20 +48,22 @@ def waiting_for(what: str, *, group: dist.ProcessGroup | None = None) -> Iterato
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         # Without gloo's source location and its guesses.
         first_line = re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0].rstrip(".")
-        raise PeerError(f"waited for {what} among {ranks}, and not all answered ({first_line}). {_ADVICE}") from error
+        raise PeerError(
+            f"waited for {operation} among {ranks}, and not all answered ({first_line}). {_ADVICE}"
+        ) from error
 
 
 @contextlib.contextmanager
-def with_step_context(when: str) -> Iterator[None]:
+def with_step_context(step: str) -> Iterator[None]:
     """Add the step, `iteration 7`, to errors of lost peers, also in collectives that are not this package's."""
     try:
         yield
     except PeerError as error:
-        raise PeerError(f"{when}: {error}") from error.__cause__
+        raise PeerError(f"{step}: {error}") from error.__cause__
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or _GLOO_LOST.search(str(error)):
             error.add_note(
-                f"megatron_balance: {when}: Megatron waited for other ranks in a collective of its own, and not all "
+                f"megatron_balance: {step}: Megatron waited for other ranks in a collective of its own, and not all "
                 f"answered. {_ADVICE}"
             )
         raise
@@ -80,27 +82,32 @@ def ranks_by_value(values: Iterable[Value], *, group: dist.ProcessGroup | None =
     ranks: dict[Value, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank if names is None else names[rank])
-    return {value: named_ranks(of_value) for value, of_value in ranks.items()}
+    return {value: named_ranks(members) for value, members in ranks.items()}
 
 
 def all_gather_row(
-    row: NDArray[Any], *, group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+    row: NDArray[Any], *, group: dist.ProcessGroup, operation: str, device: Device = "cpu"
 ) -> NDArray[Any]:
     """`[n]` of every rank → `[group_size, n]`; buffers live on the device, `cuda` for NCCL."""
     sent = torch.from_numpy(row).to(device)
     gathered = sent.new_empty(group.size() * len(row))
-    with waiting_for(what, group=group):
+    with waiting_for(operation, group=group):
         dist.all_gather_into_tensor(gathered, sent, group=group)
         return gathered.view(group.size(), -1).cpu().numpy()
 
 
 def all_gather_bytes(
-    data: bytes, *, sizes: NDArray[np.int64], group: dist.ProcessGroup, what: str, device: torch.device | str = "cpu"
+    data: bytes,
+    *,
+    sizes: NDArray[np.int64],
+    group: dist.ProcessGroup,
+    operation: str,
+    device: Device = "cpu",
 ) -> list[bytes]:
     """The bytes of every rank, of which every rank already knows the number: `sizes` int64 `[group_size]`."""
     row = np.frombuffer(data.ljust(int(sizes.max()), b"\0"), dtype=np.uint8).copy()
-    rows = all_gather_row(row, group=group, what=what, device=device)
-    return [of_rank[:size].tobytes() for of_rank, size in zip(rows, sizes, strict=True)]
+    rows = all_gather_row(row, group=group, operation=operation, device=device)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def exchange_parts(
@@ -110,7 +117,7 @@ def exchange_parts(
     receive_sizes: Mapping[int, int],
     send_sizes: Mapping[int, int],
     group: dist.ProcessGroup,
-    what: str,
+    operation: str,
     collective: bool | None = None,
 ) -> None:
     """Exchange parts of two buffers between the ranks that share some; sizes are entries by the rank in the group.
@@ -120,10 +127,10 @@ def exchange_parts(
     last: gloo moves messages in any order, so nothing can deadlock. Between GPUs, or if `collective` says so, all ranks
     call one collective, as the first call over NCCL must be.
     """
-    with waiting_for(what, group=group):
+    with waiting_for(operation, group=group):
         if receive.device.type != "cpu" if collective is None else collective:
-            received, sent = ([of.get(rank, 0) for rank in range(group.size())] for of in (receive_sizes, send_sizes))
-            dist.all_to_all_single(receive, send, received, sent, group=group)
+            splits = [[sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_sizes, send_sizes)]
+            dist.all_to_all_single(receive, send, *splits, group=group)
             return
         works = [dist.irecv(part, group=group, group_src=rank) for rank, part in _parts(receive, receive_sizes)]
         works += [dist.isend(part, group=group, group_dst=rank) for rank, part in _parts(send, send_sizes)]

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.comm import exchange_parts
+from megatron_balance.runtime.comm import Device, exchange_parts
 from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.samples.sample import KeySpec, Sample, Samples, aligned
 
@@ -29,7 +29,7 @@ def reroute_samples(
     gathered: GatheredLengths,
     group: dist.ProcessGroup,
     sample_ids: Ids | None = None,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> dict[int, Sample]:
     """Send every sample to its destination.
 
@@ -43,19 +43,19 @@ def reroute_samples(
         destinations: int64 `[num_samples]`, the rank in the group for every sample id; the same on all ranks.
         gathered: the outcome of `gather_lengths` on the same group.
         group: the ranks that exchange.
-        sample_ids: int64 `[num_copies]`, rising, the sample that goes to each of as many destinations, where samples go
-            to several ranks or to none; the same on all ranks, and no two copies to one rank.
+        sample_ids: int64 `[num_copies]`, ascending, the sample that goes to each of as many destinations, where
+            samples go to several ranks or to none; the same on all ranks, and no two copies to one rank.
         device: where samples and buffers live, on all ranks: `cuda` for NCCL.
 
     Returns:
-        Sample id → sample, for this rank's ids in rising order.
+        Sample id → sample, for this rank's ids in ascending order.
 
     Raises:
         BalanceError: samples that are not those whose lengths were gathered (a caller's mistake).
     """
     destinations = np.asarray(destinations, dtype=np.int64)
     sample_ids = np.arange(gathered.lengths.size) if sample_ids is None else sample_ids
-    ids, arrived = rerouted(
+    ids, arrived = reroute_columns(
         Samples.of(samples),
         destinations=destinations,
         gathered=gathered,
@@ -66,23 +66,23 @@ def reroute_samples(
     return dict(zip(ids.tolist(), arrived, strict=True))
 
 
-def rerouted(
+def reroute_columns(
     samples: Samples,
     *,
     destinations: Ids,
     gathered: GatheredLengths,
     group: dist.ProcessGroup,
     sample_ids: Ids,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> tuple[Ids, Samples]:
-    """`reroute_samples` in columns: the ids of this rank's samples, rising, and the samples."""
+    """`reroute_samples` in columns: the ids of this rank's samples, ascending, and the samples."""
     rank, homes = group.rank(), gathered.home_ranks[sample_ids]
     at_home = np.flatnonzero(gathered.home_ranks == rank)
     expected = gathered.lengths[at_home], gathered.ragged_lengths[at_home].ravel()
-    given = samples.lengths, samples.ragged_lengths.ravel()
-    if gathered.schema is not None and not all(map(np.array_equal, given, expected)):
-        said = [f"{lengths.tolist()} tokens and {counts.tolist()} entries" for lengths, counts in (given, expected)]
-        raise BalanceError("reroute_samples got samples of {}; those gathered had {}.".format(*said))
+    actual = samples.lengths, samples.ragged_lengths.ravel()
+    if gathered.schema is not None and not all(map(np.array_equal, actual, expected)):
+        texts = [f"{lengths.tolist()} tokens and {counts.tolist()} entries" for lengths, counts in (actual, expected)]
+        raise BalanceError("reroute_samples got samples of {}; those gathered had {}.".format(*texts))
     moves = homes != destinations
     staying = sample_ids[(homes == rank) & ~moves]
     ids, parts = [staying], [samples.select(np.searchsorted(at_home, staying))]
@@ -102,7 +102,7 @@ def rerouted(
             receive_sizes=receive_sizes,
             send_sizes=send_sizes,
             group=group,
-            what="samples from the ranks that loaded them (exchange)",
+            operation="samples from the ranks that loaded them (exchange)",
         )
         for home, part in zip(receive_sizes, receive.split([*receive_sizes.values()]), strict=True):
             ids.append(coming[home])
@@ -113,7 +113,7 @@ def rerouted(
 
 
 def _ids_by_rank(ids: Ids, *, ranks: NDArray[np.int64], mask: NDArray[np.bool_]) -> dict[int, Ids]:
-    """Those under the mask, ranks and ids rising: the order that both sides keep."""
+    """Those under the mask, ranks and ids ascending: the order on both sides."""
     return {rank: ids[mask & (ranks == rank)] for rank in np.unique(ranks[mask]).tolist()}
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import (
+    Device,
     all_gather_bytes,
     all_gather_row,
     exchange_parts,
@@ -27,10 +28,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_NAMED = 5
-"""Problems or settings that one error names."""
+"""Errors or settings that one error names."""
 
-UNKNOWN = -1
-"""The digest of a rank that has none."""
+NO_DIGEST = -1
 
 _OTHER_PLANS = (
     "{others} planned another schedule than {first}: the planner saw other lengths, other flags or another numpy there."
@@ -50,8 +50,8 @@ class Failure:
     during: str = ""
 
     @property
-    def problem(self) -> str:
-        """Text for peers: BalanceError speaks for itself, any other error is named by its type."""
+    def text(self) -> str:
+        """For peers: BalanceError speaks for itself, any other error is named by its type."""
         if isinstance(self.error, BalanceError):
             text = str(self.error)
         else:
@@ -68,27 +68,31 @@ def attempt(work: Callable[P, T], *positional: P.args, **keywords: P.kwargs) -> 
         return Failure(error)
 
 
-def disagreement(
-    problems: Sequence[str | None], settings: Sequence[Mapping[str, str]], *, group: dist.ProcessGroup | None = None
+def mismatch(
+    errors: Sequence[str | None], settings: Sequence[Mapping[str, str]], *, group: dist.ProcessGroup | None = None
 ) -> str:
-    """The reason why ranks cannot go on together, by the problem and the settings of each; empty where they can."""
-    said = ranks_by_value(problems, group=group).items()
-    if failed := [f"{ranks} cannot go on: {problem}" for problem, ranks in said if problem is not None]:
-        return " | ".join(failed[:MAX_NAMED])
+    """Why ranks cannot train together, by the error and the settings of each; empty where they can."""
+    by_error = ranks_by_value(errors, group=group)
+    by_error.pop(None, None)
+    if by_error:
+        return " | ".join([f"{ranks} failed: {error}" for error, ranks in by_error.items()][:MAX_NAMED])
     # A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
-    phrases: dict[bool, list[str]] = {True: [], False: []}
-    for name in dict.fromkeys(name for of_rank in settings for name in of_rank):
-        ranks = ranks_by_value((of_rank.get(name, "not set") for of_rank in settings), group=group)
-        if len(ranks) > 1:
-            phrase = f"{name} is " + " and ".join(f"{value} on {on}" for value, on in ranks.items())
-            phrases[all(name in of_rank for of_rank in settings)].append(phrase)
-    found = phrases[True] or phrases[False]
-    more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    everywhere, somewhere = list[str](), list[str]()
+    for name in dict.fromkeys(name for rank_settings in settings for name in rank_settings):
+        values = [rank_settings.get(name, "not set") for rank_settings in settings]
+        if len({*values}) > 1:
+            phrases = [f"{value} on {ranks}" for value, ranks in ranks_by_value(values, group=group).items()]
+            is_everywhere = all(name in rank_settings for rank_settings in settings)
+            (everywhere if is_everywhere else somewhere).append(f"{name} is {' and '.join(phrases)}")
+    differences = everywhere or somewhere
+    if not differences:
+        return ""
+    more = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
     advice = "Give every rank the same command line and the same installation."
-    return f"Ranks were started differently: {'; '.join(found[:MAX_NAMED])}{more}. {advice}" if found else ""
+    return f"Ranks were started differently: {'; '.join(differences[:MAX_NAMED])}{more}. {advice}"
 
 
-def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
+def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: Device = "cpu") -> None:
     """Check that all ranks computed the same schedule, in ⌈log₂(group size)⌉ rounds of small messages.
 
     Args:
@@ -99,68 +103,68 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: torch.
     Raises:
         BalanceError: on every rank, naming the ranks that differ from the first.
     """
-    _agree(digest, group=group, what="the plans of all ranks (compare)", differ=_OTHER_PLANS, device=device)
+    _all_equal(digest, group=group, operation="the plans of all ranks (compare)", template=_OTHER_PLANS, device=device)
 
 
-def share(
-    text: str | None = None, *, group: dist.ProcessGroup | None, digest: int = 0, problem: str | None = None
+def broadcast_step(
+    text: str | None = None, *, group: dist.ProcessGroup | None, digest: int = 0, error: str | None = None
 ) -> str:
-    """Gives all ranks of a model replica the step that those of them made which load data; all call it.
+    """Give all ranks of a model replica the step that those of them made which load data; all call it.
 
     `text` is the step's, None on a rank that loads no data (it gets that of the first rank of the group, which does) or
-    has a problem; `digest`, in [0, 2**63), must be equal on all ranks that made it. All raise where it differs, or on a
-    problem.
+    has an error; `digest`, in [0, 2**63), must be equal on all ranks that made it. All raise where it differs, or on an
+    error.
     """
     if group is None:
         if text is None:
-            raise BalanceError(problem or "the one rank of a model replica loads no data.")
+            raise BalanceError(error or "the one rank of a model replica loads no data.")
         return text
-    what = "the plan of this model replica"
-    known = UNKNOWN if text is None else digest
-    complete = _agree(known, group=group, what=what, differ=_OTHER_DATA, problem=problem)
-    sent = bytearray((text or "").encode())
+    operation = "the plan of this model replica"
+    digest = NO_DIGEST if text is None else digest
+    complete = _all_equal(digest, group=group, operation=operation, template=_OTHER_DATA, error=error)
+    content = bytearray((text or "").encode())
     if not complete:
-        size = torch.tensor([len(sent)])
-        with waiting_for(what, group=group):
+        size = torch.tensor([len(content)])
+        with waiting_for(operation, group=group):
             dist.broadcast(size, group=group, group_src=0)
-            sent = bytearray(int(size)) if group.rank() else sent
-            dist.broadcast(torch.frombuffer(sent, dtype=torch.uint8), group=group, group_src=0)
-    return text or sent.decode()
+            content = bytearray(int(size)) if group.rank() else content
+            dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), group=group, group_src=0)
+    return text or content.decode()
 
 
-def _agree(
+def _all_equal(
     digest: int,
     *,
     group: dist.ProcessGroup,
-    what: str,
-    differ: str,
-    problem: str | None = None,
-    device: torch.device | str = "cpu",
+    operation: str,
+    template: str,
+    error: str | None = None,
+    device: Device = "cpu",
 ) -> bool:
-    """True if every rank has a digest; where two differ, or a rank has a problem, all raise.
+    """True if every rank has a digest; where two differ, or a rank has an error, all raise.
 
-    The dissemination barrier (Hensgen, Finkel and Manber 1988): in round k a rank hands what it knows to the rank 2**k
-    above.
+    The dissemination barrier (Hensgen, Finkel and Manber 1988): in round k a rank sends what it knows to the rank 2**k
+    above. `template` is the error that names the ranks that differ.
     """
-    alike, complete, value = problem is None, digest != UNKNOWN, digest
+    equal, complete, value = error is None, digest != NO_DIGEST, digest
     rank, size = group.rank(), group.size()
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        sent = torch.tensor([alike, complete, value], device=device)
-        received = torch.empty_like(sent)
-        below, above = (rank - distance) % size, (rank + distance) % size
-        exchange_parts(received, sent, receive_sizes={below: 3}, send_sizes={above: 3}, group=group, what=what)
-        also_alike, also_complete, other = received.tolist()
-        alike &= bool(also_alike) and (value == other or UNKNOWN in (value, other))
-        complete &= bool(also_complete)
-        value = max(value, other)
-    if alike:
+        state = torch.tensor([equal, complete, value], device=device)
+        received = torch.empty_like(state)
+        sizes: list[dict[int, int]] = [{(rank - distance) % size: 3}, {(rank + distance) % size: 3}]
+        exchange_parts(received, state, receive_sizes=sizes[0], send_sizes=sizes[1], group=group, operation=operation)
+        peer_equal, peer_complete, peer_value = received.tolist()
+        equal &= bool(peer_equal) and (value == peer_value or NO_DIGEST in (value, peer_value))
+        complete &= bool(peer_complete)
+        value = max(value, peer_value)
+    if equal:
         return complete
-    said = (problem or "").encode()
-    rows = all_gather_row(np.array([len(said), digest]), group=group, what=what, device=device)
+    text = (error or "").encode()
+    rows = all_gather_row(np.array([len(text), digest]), group=group, operation=operation, device=device)
     if rows[:, 0].any():
-        texts = all_gather_bytes(said, sizes=rows[:, 0], group=group, what=what, device=device)
+        texts = all_gather_bytes(text, sizes=rows[:, 0], group=group, operation=operation, device=device)
         raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in texts if text)))
     ranks = ranks_by_value(rows[:, 1].tolist(), group=group)
-    ranks.pop(UNKNOWN, None)
+    ranks.pop(NO_DIGEST, None)
     first, *others = ranks.values()
-    raise BalanceError(differ.format(first=first, others=" and ".join(others)))
+    raise BalanceError(template.format(first=first, others=" and ".join(others)))

@@ -1,7 +1,8 @@
 """Gathers the lengths of all samples on every rank, and checks that all ranks can continue.
 
-A rank that raised an error in its data alone would leave its peers in a collective. So every rank sends a hash of its
-problem, settings and schema; where two differ, all ranks read all of them, and adopt the one schema or raise one error.
+Without the check a rank whose data raised an error would leave its peers in the next collective. So every rank sends a
+hash of its announcement: error, settings and schema. Where two differ, all ranks read all announcements, and adopt the
+one schema or raise one error.
 
 The values of a rank are the lengths of its sequences, ~length where a sequence continues the sample before it, then for
 each sample the entries of its ragged keys and the sums of its image patches. One all_gather brings a row of
@@ -16,17 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import patches_of_grids
-from megatron_balance.runtime.comm import all_gather_bytes, all_gather_row, ranks_by_value
-from megatron_balance.runtime.failure import MAX_NAMED, disagreement
+from megatron_balance.runtime.comm import Device, all_gather_bytes, all_gather_row, ranks_by_value
+from megatron_balance.runtime.failure import MAX_NAMED, mismatch
 from megatron_balance.samples.sample import Sample, Samples, SampleSchema
 
-STEP, STATEMENT, STATEMENT_NBYTES, NUM_SEQUENCES, NUM_VALUES, REPORTED = range(6)
+STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SEQUENCES, NUM_VALUES, REPORTED = range(6)
 NUM_REPORTED = 6
 """Numbers of a rank that travel along: whether its iterator is new, plans that its training process had to make, memory
 of its device (3), the time of a step."""
@@ -98,25 +98,25 @@ def gather_sample_lengths(
     samples: Sequence[Sample] | Samples,
     *,
     group: dist.ProcessGroup,
-    problem: str | None = None,
+    error: str | None = None,
     counts_images: bool = False,
     sample_values: NDArray[np.int64] | None = None,
     header: Header = Header(),
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> GatheredLengths:
-    """Gather the lengths of all ranks' samples, and check that the ranks agree.
+    """Gather the lengths of all ranks' samples, and check that they go together.
 
     Args:
         samples: of this rank; may be empty.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
-        problem: an error in this rank's data. It is raised here, on every rank.
+        error: in this rank's data. It is raised here, on every rank.
         counts_images: whether `image_patches` counts patches, on every rank or on none.
         sample_values: `[num_local_samples, k]`, numbers that travel along, on every rank or on none.
         header: of this rank, in a run of steps.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
-        BalanceError: on every rank, naming the ranks: a problem on some rank, samples that differ on one rank or
+        BalanceError: on every rank, naming the ranks: an error on some rank, samples that differ on one rank or
             between ranks, different settings.
         OutOfStepError: on every rank: different steps.
     """
@@ -125,14 +125,14 @@ def gather_sample_lengths(
         columns = Samples.of(samples)
         if counts_images:
             patches = image_patches(samples)
-    except BalanceError as error:
-        problem = problem or str(error)
+    except BalanceError as damaged:
+        error = error or str(damaged)
     return gather_lengths(
         columns.lengths,
         ragged_lengths=columns.ragged_lengths,
         group=group,
         schema=columns.schema,
-        problem=problem,
+        error=error,
         image_patches=patches,
         sample_values=sample_values,
         header=header,
@@ -147,11 +147,11 @@ def gather_lengths(
     num_segments: ArrayLike | None = None,
     ragged_lengths: ArrayLike = (),
     schema: SampleSchema | None = None,
-    problem: str | None = None,
+    error: str | None = None,
     image_patches: NDArray[np.int64] | None = None,
     sample_values: NDArray[np.int64] | None = None,
     header: Header = Header(),
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> GatheredLengths:
     """`gather_sample_lengths` without samples.
 
@@ -161,7 +161,7 @@ def gather_lengths(
     """
     num_ragged = 0 if schema is None else schema.num_ragged
     sequences = values = np.zeros(0, dtype=np.int64)
-    if problem is None:
+    if error is None:
         lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
         counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
         sequences, first = ~lengths, np.cumsum(counts) - counts
@@ -170,47 +170,45 @@ def gather_lengths(
         columns += [column for column in (image_patches, sample_values) if column is not None]
         values = np.concatenate([sequences, np.hstack(columns).ravel()])
 
-    said = [problem, {**header.settings}, None if schema is None else schema.to_text()]
-    statement, room = json.dumps(said).encode(), header.row_values
-    row = np.zeros(HEADER_FIELDS + room, dtype=np.int64)
+    announcement = json.dumps([error, {**header.settings}, None if schema is None else schema.to_text()]).encode()
+    row = np.zeros(HEADER_FIELDS + header.row_values, dtype=np.int64)
     row[STEP] = header.step
-    row[STATEMENT] = int.from_bytes(hashlib.sha256(statement).digest()[:8], "little", signed=True)
-    row[STATEMENT_NBYTES:REPORTED] = len(statement), len(sequences), len(values)
+    row[ANNOUNCEMENT_HASH] = int.from_bytes(hashlib.sha256(announcement).digest()[:8], "little", signed=True)
+    row[ANNOUNCEMENT_NBYTES:REPORTED] = len(announcement), len(sequences), len(values)
     row[REPORTED:HEADER_FIELDS] = header.reported
-    row[HEADER_FIELDS : HEADER_FIELDS + len(values)] = values[:room]
-    headers = all_gather_row(row, group=group, device=device, what="the lengths of all ranks' samples (gather)")
+    row[HEADER_FIELDS : HEADER_FIELDS + len(values)] = values[: header.row_values]
+    headers = all_gather_row(row, group=group, device=device, operation="the lengths of all ranks' samples (gather)")
     steps = ranks_by_value(headers[:, STEP].tolist(), group=group)
     if len(steps) > 1:
-        of_ranks = "; ".join(f"{step} on {ranks}" for step, ranks in steps.items())
         raise OutOfStepError(
-            f"Ranks make different steps of this run at the same time, counted from 0: {of_ranks}. To some of them "
-            "came another iterator than the one that their next step was prepared from, and not to all. Pass a new "
-            "iterator on every rank or on none, or set --no-balance-overlap."
+            f"Ranks make different steps of this run at the same time, counted from 0: "
+            f"{'; '.join(f'{step} on {ranks}' for step, ranks in steps.items())}. Some ranks got a new iterator after "
+            "prefetching from the old one. Pass a new iterator on every rank or on none, or set --no-balance-overlap."
         )
-    if len({*headers[:, STATEMENT].tolist()}) > 1 or problem is not None:
-        what = "the schemas or errors of all ranks (gather)"
-        sizes = headers[:, STATEMENT_NBYTES]
-        texts = all_gather_bytes(statement, sizes=sizes, group=group, device=device, what=what)
-        schema = _agreed_schema(texts, group=group)
+    if len({*headers[:, ANNOUNCEMENT_HASH].tolist()}) > 1 or error is not None:
+        operation = "the schemas or errors of all ranks (gather)"
+        sizes = headers[:, ANNOUNCEMENT_NBYTES]
+        texts = all_gather_bytes(announcement, sizes=sizes, group=group, device=device, operation=operation)
+        schema = _common_schema(texts, group=group)
 
-    padded, most = headers[:, HEADER_FIELDS:], int(headers[:, NUM_VALUES].max())
-    if most > room:
-        rest = np.zeros(most - room, dtype=np.int64)
-        rest[: max(len(values) - room, 0)] = values[room:]
-        more = all_gather_row(rest, group=group, device=device, what="the remaining lengths (gather)")
-        padded = np.concatenate([padded, more], axis=1)
+    padded, max_values = headers[:, HEADER_FIELDS:], int(headers[:, NUM_VALUES].max())
+    if max_values > header.row_values:
+        row = np.zeros(max_values - header.row_values, dtype=np.int64)
+        row[: max(len(values) - header.row_values, 0)] = values[header.row_values :]
+        rows = all_gather_row(row, group=group, device=device, operation="the remaining lengths (gather)")
+        padded = np.concatenate([padded, rows], axis=1)
 
-    num_sequences, place = headers[:, NUM_SEQUENCES, None], np.arange(padded.shape[1])
-    is_sequence = place < num_sequences
+    num_sequences, index = headers[:, NUM_SEQUENCES, None], np.arange(padded.shape[1])
+    is_sequence = index < num_sequences
     sequences = padded[is_sequence]
     starts = np.flatnonzero(sequences >= 0)
     segment_lengths = np.where(sequences < 0, ~sequences, sequences)
     num_ragged = 0 if schema is None else schema.num_ragged
     first_value = num_ragged + (0 if image_patches is None else 2)
     num_columns = first_value + (0 if sample_values is None else sample_values.shape[1])
-    table = padded[~is_sequence & (place < headers[:, NUM_VALUES, None])].reshape(len(starts), num_columns)
+    table = padded[~is_sequence & (index < headers[:, NUM_VALUES, None])].reshape(len(starts), num_columns)
     # Room for a quarter more than the rank with the most values has: from step to step numbers rarely vary by more.
-    next_row = -(-(HEADER_FIELDS + most * 5 // 4) // ROW_MULTIPLE) * ROW_MULTIPLE
+    next_row = -(-(HEADER_FIELDS + max_values * 5 // 4) // ROW_MULTIPLE) * ROW_MULTIPLE
     return GatheredLengths(
         lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
         home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_sequences[:, 0])[starts],
@@ -225,10 +223,10 @@ def gather_lengths(
     )
 
 
-def _agreed_schema(statements: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
-    """The one schema of the ranks that have one; raises where there are two, or ranks cannot go on."""
-    problems, settings, schemas = zip(*map(json.loads, statements), strict=True)
-    if reason := disagreement(problems, settings, group=group):
+def _common_schema(announcements: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
+    """The one schema of the ranks that have one; raises where there are two, or where announcements do not match."""
+    errors, settings, schemas = zip(*map(json.loads, announcements), strict=True)
+    if reason := mismatch(errors, settings, group=group):
         raise BalanceError(reason)
     (first, first_ranks), *others = (
         (SampleSchema.from_text(text), ranks)

@@ -30,7 +30,7 @@ def start_log() -> None:
     close_on_undo(_warned.clear)
     if LOG.handlers:
         return
-    handler, before = logging.StreamHandler(sys.stdout), (LOG.level, LOG.propagate)
+    handler, stock = logging.StreamHandler(sys.stdout), (LOG.level, LOG.propagate)
     handler.setFormatter(_Line())
     LOG.addHandler(handler)
     LOG.propagate = False
@@ -39,23 +39,23 @@ def start_log() -> None:
 
     def undo() -> None:
         LOG.removeHandler(handler)
-        LOG.level, LOG.propagate = before
+        LOG.level, LOG.propagate = stock
 
     close_on_undo(undo)
 
 
-def say(text: str) -> None:
+def log_info(text: str) -> None:
     """A line, from rank 0."""
     if _rank() == 0:
         LOG.info("%s", text)
 
 
-def warn_once(text: str, *, topic: str | None = None, of_rank: bool = False) -> None:
-    """A warning, the first time; texts of one topic count as one. From rank 0, or `of_rank` from this one by number."""
-    if (topic or text) in _warned or not (of_rank or _rank() == 0):
+def warn_once(text: str, *, topic: str | None = None, every_rank: bool = False) -> None:
+    """A warning, the first time, from rank 0 or from `every_rank`, by number; texts of one topic count as one."""
+    if (topic or text) in _warned or not (every_rank or _rank() == 0):
         return
     _warned.add(topic or text)
-    LOG.warning("%s", f"rank {_rank()} {text}" if of_rank else text)
+    LOG.warning("%s", f"rank {_rank()} {text}" if every_rank else text)
 
 
 def _rank() -> int:

@@ -16,7 +16,7 @@ from megatron_balance import BalanceError
 from megatron_balance.mcore.microbatch import connect
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.failure import share
+from megatron_balance.runtime.failure import broadcast_step
 from megatron_balance.runtime.gather import Header, gather_lengths, gather_sample_lengths
 from megatron_balance.samples.sample import Sample, SampleSchema
 
@@ -154,7 +154,7 @@ def exchanged_parts(*, collective: bool) -> list[int]:
     send_sizes, receive_sizes = {other: other + 1 for other in others}, dict.fromkeys(others, rank + 1)
     send = torch.full((sum(send_sizes.values()),), rank)
     receive = torch.empty(sum(receive_sizes.values()), dtype=torch.int64)
-    words: dict[str, Any] = {"group": group, "what": "numbers", "collective": collective}
+    words: dict[str, Any] = {"group": group, "operation": "numbers", "collective": collective}
     exchange_parts(receive, send, receive_sizes=receive_sizes, send_sizes=send_sizes, **words)
     return receive.tolist()
 
@@ -188,13 +188,13 @@ def share_in_replica(kinds: list[str]) -> str:
     made = (f"step {'—' * 9000}", int(kind)) if kind.isdigit() else (None, 0)
     problem = "the data ended — early" if kind == "problem" else None
     try:
-        return share(made[0], group=world(), digest=made[1], problem=problem)
+        return broadcast_step(made[0], group=world(), digest=made[1], error=problem)
     except BalanceError as error:
         return str(error)
 
 
 def one_rank_differs(kind: str) -> str:
-    """The error of this rank where rank 1 has samples of another kind, cannot go on, or was started otherwise."""
+    """The error of this rank where rank 1 has samples of another kind, failed, or was started otherwise."""
     group, usual = world(), {"tokens": torch.zeros(3, dtype=torch.int64), "loss_mask": torch.ones(3)}
     others = {
         "dtype": [usual | {"loss_mask": torch.ones(3).double()}],
@@ -203,7 +203,7 @@ def one_rank_differs(kind: str) -> str:
         "mixed": [usual, usual | {"tokens": torch.zeros(3, dtype=torch.int32)}],
     }
     reports: dict[str, dict[str, Any]] = {
-        "problem": {"problem": "the file ended — early"},
+        "problem": {"error": "the file ended — early"},
         "settings": {"header": Header({"cap": "8"})},
     }
     differs = group.rank() == 1

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_balance import BalanceError
 from megatron_balance.runtime.comm import PeerError
-from megatron_balance.runtime.start import Meeting, agree
+from megatron_balance.runtime.rendezvous import Rendezvous, check_settings_match
 
 
 def meet(settings, *, seconds=20.0, problems=None, store=None, missing=(), late=()):
@@ -19,9 +19,9 @@ def meet(settings, *, seconds=20.0, problems=None, store=None, missing=(), late=
 
     def be(rank):
         time.sleep(0.5 * (rank in late))
-        meeting = Meeting(store, rank, num_ranks=len(settings), timeout=timedelta(seconds=seconds))
+        rendezvous = Rendezvous(store, rank, num_ranks=len(settings), timeout=timedelta(seconds=seconds))
         try:
-            agree(settings[rank], meeting=meeting, topic="flags", problem=(problems or {}).get(rank))
+            check_settings_match(settings[rank], rendezvous=rendezvous, topic="flags", error=(problems or {}).get(rank))
             heard[rank] = ""
         except BalanceError as error:
             heard[rank] = str(error)
@@ -48,7 +48,7 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank():
     assert "seed" not in heard[0]
 
 
-def test_a_verdict_is_not_taken_for_that_of_the_next_meeting():
+def test_a_verdict_is_not_taken_for_that_of_the_next_check():
     store = dist.HashStore()
     assert all(meet([{"cap": "1"}, {"cap": "2"}], store=store))
     for _ in range(3):
@@ -57,12 +57,12 @@ def test_a_verdict_is_not_taken_for_that_of_the_next_meeting():
 
 def test_a_problem_on_one_rank_is_every_ranks():
     heard = meet([{}, {}, {}], problems={2: "the file is not there"})
-    assert heard == ["rank 2 cannot go on: the file is not there"] * 3
+    assert heard == ["rank 2 failed: the file is not there"] * 3
 
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [((1, 3), ("ranks 1, 3 of 4 did not come", "without megatron_balance")), ((0,), ("no word from rank 0",))],
+    [((1, 3), ("ranks 1, 3 of 4 did not join", "without megatron_balance")), ((0,), ("rank 0 did not respond",))],
 )
 def test_a_rank_that_does_not_come_is_named(missing, words):
     heard = meet([{}, {}, {}, {}], seconds=1, missing=missing)
@@ -75,8 +75,10 @@ def test_a_store_that_is_gone_is_named():
     port = store.port
     client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
     del store
-    with pytest.raises(PeerError, match="waited for all ranks to agree on their flags"):
-        agree({}, meeting=Meeting(client, 1, num_ranks=2, timeout=timedelta(seconds=0.3)), topic="flags")
+    with pytest.raises(PeerError, match="waited for the flags check of all ranks"):
+        check_settings_match(
+            {}, rendezvous=Rendezvous(client, 1, num_ranks=2, timeout=timedelta(seconds=0.3)), topic="flags"
+        )
 
 
 def test_a_setting_that_a_rank_lacks_differs():

@@ -113,10 +113,8 @@ OTHER_COSTS = "--window-size 64,0"
 FAULTS = {
     "a-rank-is-killed": Fault(struck(1), LOST, num_ranks=4, dead=(1,), slow=False),
     "a-stage-is-killed": Fault(struck(2), LOST, layout=PP2, num_ranks=4, dead=(2,)),
-    "the-loader-raises": Fault(
-        data("raises"), r"rank 1 cannot go on: .*OSError: \[Errno 5\] the disk is gone", slow=False
-    ),
-    "a-wrong-token": Fault(data("negative"), r"rank 1 cannot go on: item \d of this step: Row 0: tokens holds -7"),
+    "the-loader-raises": Fault(data("raises"), r"rank 1 failed: .*OSError: \[Errno 5\] the disk is gone", slow=False),
+    "a-wrong-token": Fault(data("negative"), r"rank 1 failed: item \d of this step: Row 0: tokens holds -7"),
     "a-rank-has-no-flags": Fault(
         flags(1, instead_of=BY_FLOPS), r"balancing is on on rank 0 and off \(no balance flag\) on rank 1", slow=False
     ),
@@ -158,18 +156,18 @@ FAULTS = {
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
     "the-loader-raises-beside-a-rank-that-reads-nothing": Fault(
-        data("raises", rank=2), r"rank 2 cannot go on: .*the disk is gone", layout=TP2, num_ranks=4
+        data("raises", rank=2), r"rank 2 failed: .*the disk is gone", layout=TP2, num_ranks=4
     ),
     "a-rank-has-another-version": Fault(
         (("stand_ins:other_version", {"ranks": [1]}),),
         r"version of megatron_balance is (\S+)\+\w+ on rank 0 and \1\+0{10} on",
     ),
     "a-rank-lacks-the-seconds": Fault(
-        flags(1, flags="--balance-cost nowhere.json"), "rank 1 cannot go on: .* cannot be read"
+        flags(1, flags="--balance-cost nowhere.json"), "rank 1 failed: .* cannot be read"
     ),
     "a-rank-trains-without-the-package": Fault(
         (("stand_ins:without_the_package", {"ranks": [1], "flags": BY_FLOPS}),),
-        r"rank 1 of 2 did not come to agree on .*trains without megatron_balance",
+        r"rank 1 of 2 did not join the .*trains without megatron_balance",
         balance=f"{BY_FLOPS} --distributed-timeout-minutes 1",
         dead=(1,),
     ),

@@ -104,9 +104,9 @@ def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
 
 def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
     """The outcome, once every rank of the group has one; a BalanceError on all of them where one has failed."""
-    problem = outcome.problem if isinstance(outcome, Failure) else None
+    problem = outcome.text if isinstance(outcome, Failure) else None
     try:
-        gather_lengths([], group=group, problem=problem)
+        gather_lengths([], group=group, error=problem)
     except BalanceError as error:
         raise error from (outcome.error if isinstance(outcome, Failure) else None)
     assert not isinstance(outcome, Failure), "a problem raises"
@@ -138,7 +138,7 @@ def redistribute(
         ragged_lengths=[sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,
-        problem=packed.problem if isinstance(packed, Failure) else None,
+        error=packed.text if isinstance(packed, Failure) else None,
         device=device,
     )
     # From here on all ranks know the same, so an error raises on every one.

@@ -46,7 +46,7 @@ def agreed_microbatches(
     `mountain` cheap micro-batches are at both ends, where a pipeline waits; else the costliest is first. `flag` is the
     host's name of `max_tokens`, and `device` has the buffers of the group's collective.
 
-    Returns for every micro-batch the positions of its samples, ascending; none is empty. Where one rank cannot go on,
+    Returns for every micro-batch the positions of its samples, ascending; none is empty. Where one rank fails,
     or limits or costs differ, every rank of the group raises a BalanceError.
     """
     samples = np.asarray(lengths, dtype=np.int64)
@@ -62,7 +62,7 @@ def agreed_microbatches(
         if group is None:
             break
         counts = gather_lengths(
-            [len(slots)], group=group, schema=_COUNTS, problem=problem, header=header, device=device
+            [len(slots)], group=group, schema=_COUNTS, error=problem, header=header, device=device
         ).lengths
         min_count = int(counts.max())
         if (counts == min_count).all():

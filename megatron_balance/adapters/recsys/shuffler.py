@@ -108,7 +108,7 @@ def start_shuffle_async(
         ragged_lengths=[sample.ragged_lengths for sample in samples],
         group=group,
         schema=schema,
-        problem=problem,
+        error=problem,
         device=batch.features.values().device,
     )
     plan = self._kk_executor.submit(_plan, gathered.lengths, dp_size=group.size())

@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
-from megatron_balance.runtime.failure import share
+from megatron_balance.runtime.failure import broadcast_step
 from megatron_balance.runtime.process import close_on_undo, ranks_of_node
-from megatron_balance.runtime.start import Meeting, agree
+from megatron_balance.runtime.rendezvous import Rendezvous, check_settings_match
 
 LAZY_GLOO = "megatron_balance_gloo"
 """Name by which torch knows `_lazy_gloo`."""
@@ -66,11 +66,13 @@ class Layout:
             state.get_data_parallel_rank(),
             ranks_of_node()[0] or 0,
         )
-        meeting, coords = meeting_of_world(timeout=timeout), [this_rank]
-        if meeting is not None:
-            texts = agree({}, meeting=meeting, topic="process groups", said=json.dumps(this_rank))
+        rendezvous, coords = rendezvous_of_world(timeout=timeout), [this_rank]
+        if rendezvous is not None:
+            texts = check_settings_match(
+                {}, rendezvous=rendezvous, topic="process groups", payload=json.dumps(this_rank)
+            )
             coords = [RankCoords(*json.loads(text)) for text in texts]
-        return cls(0 if meeting is None else meeting.rank, coords)
+        return cls(0 if rendezvous is None else rendezvous.rank, coords)
 
     @property
     def this_rank(self) -> RankCoords:
@@ -121,7 +123,7 @@ class Layout:
         replicas = self.groups(lambda coords: coords.dp)
         group = make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
         # Connects its ranks. In the first step the store may be gone: with a rank of a replica that has failed.
-        share("", group=group)
+        broadcast_step("", group=group)
         return group
 
 
@@ -187,13 +189,13 @@ def _destroy(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def meeting_of_world(*, timeout: timedelta) -> Meeting | None:
+def rendezvous_of_world(*, timeout: timedelta) -> Rendezvous | None:
     """The store and ranks by which all ranks of the world agree without a group; None in a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     # torch has no public name for the store that init_process_group met in.
     store = dist.distributed_c10d._get_default_store()
-    return Meeting(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
+    return Rendezvous(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
 
 
 def refuse_bound_device() -> None:

@@ -28,7 +28,7 @@ from megatron_balance.mcore.step.loss_weights import loss_values, loss_weights
 from megatron_balance.mcore.step.packs import BalancedStep, StepTotals, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.planner import DataSchedule, Images
-from megatron_balance.runtime.exchange import rerouted
+from megatron_balance.runtime.exchange import reroute_columns
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -45,7 +45,7 @@ from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, wi
 
 def warn_of(text: str) -> None:
     """Print a warning of this rank."""
-    warn_once(text, of_rank=True)
+    warn_once(text, every_rank=True)
 
 
 _NO_REPORT = (0,) * (NUM_REPORTED - 2)
@@ -130,7 +130,7 @@ class StepPlanner:
             gathered = gather_sample_lengths(
                 samples,
                 group=group,
-                problem=None if failure is None else failure.problem,
+                error=None if failure is None else failure.text,
                 counts_images=self._counts_images,
                 sample_values=None if self._weighting is None else values,
                 header=Header(
@@ -160,7 +160,7 @@ class StepPlanner:
         if step_tokens > schedule.lengths.sum():  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
         sample_ids, destinations = schedule.copies(cp_rank=self.cp_rank)
-        ids, mine = rerouted(
+        ids, mine = reroute_columns(
             samples,
             sample_ids=sample_ids,
             destinations=destinations,

@@ -29,7 +29,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.step.packs import BalancedStep, pack
 from megatron_balance.mcore.step.planner import Fetched, StepPlanner, warn_of
 from megatron_balance.runtime.comm import PeerError
-from megatron_balance.runtime.failure import Failure, attempt, share
+from megatron_balance.runtime.failure import Failure, attempt, broadcast_step
 from megatron_balance.runtime.gather import OutOfStepError
 from megatron_balance.runtime.process import close_on_undo
 
@@ -237,7 +237,7 @@ class StepPrefetcher:
     def _received(self) -> BalancedStep:
         """The step of the ranks of the replica that load data."""
         planner = self.planner
-        step = BalancedStep.from_text(share(group=self.replica), cp_rank=planner.cp_rank)
+        step = BalancedStep.from_text(broadcast_step(group=self.replica), cp_rank=planner.cp_rank)
         if not planner.loads_data:  # the first of its tensor-parallel group reads for it
             return step
         few_shapes = planner.settings.few_shapes
@@ -250,7 +250,7 @@ class StepPrefetcher:
             # Other ranks notice lost peers themselves, or are the lost ones.
             if not isinstance(made.error, PeerError):
                 with contextlib.suppress(BalanceError):
-                    share(group=self.replica, problem=made.problem)
+                    broadcast_step(group=self.replica, error=made.text)
             raise made.error
-        share(made.to_text(), group=self.replica, digest=made.fingerprint)
+        broadcast_step(made.to_text(), group=self.replica, digest=made.fingerprint)
         return made

@@ -261,8 +261,8 @@ def test_in_two_halves_with_two_batches_under_way():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("dense", "rank 1 cannot go on: user has shape [3, 3]"),
-        ("float", "rank 1 cannot go on: get_workloads gave torch.float32"),
+        ("dense", "rank 1 failed: user has shape [3, 3]"),
+        ("float", "rank 1 failed: get_workloads gave torch.float32"),
         ("rows", "'samples of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
     ],
 )

@@ -216,7 +216,7 @@ sys.excepthook = lambda *error: (print("reported", error[0].__name__), stock(*er
 try:
     load()
 except OSError as error:
-    raise BalanceError("rank 3 cannot go on") from error
+    raise BalanceError("rank 3 failed") from error
 """
 
 
@@ -225,7 +225,7 @@ def test_an_error_of_the_script_keeps_its_traceback_and_its_cause(tmp_path):
     process = launched(tmp_path, "train.py")
     assert "reported BalanceError" in process.stdout
     assert 'train.py", line 5, in load' in process.stderr
-    assert process.stderr.rstrip().endswith("BalanceError: rank 3 cannot go on")
+    assert process.stderr.rstrip().endswith("BalanceError: rank 3 failed")
     assert process.returncode == 1
 
 
