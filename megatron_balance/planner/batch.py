@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.model import MAX_TOTAL_COST
+from megatron_balance.cost.model import MAX_TOTAL_COST, STAGE_BITS, StageCosts
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import bound
 from megatron_balance.planner.level_packing import Batch
@@ -42,6 +42,7 @@ class SizedBatch:
     equal_counts: bool  # all ranks have the same number of slots, a multiple of `multiple`
     multiple: int
     shift: int  # costs are in units of 2**shift of the cost model's
+    kinds: tuple[SizedBatch, ...] = ()  # the samples as if all chunks of a pipeline were of each kind
 
     @property
     def num_levels(self) -> int:
@@ -115,21 +116,25 @@ class SizedBatch:
         grid[cp_sizes == 0] = 0
         return grid
 
+    def kind_grids(self, microbatch_of: Ints, cp_sizes: Ints) -> Ints:
+        """`cost_grid` for each kind of chunk, `[num_kinds, dp_cp_size, num_microbatches]`."""
+        return np.stack([kind.cost_grid(microbatch_of, cp_sizes) for kind in self.kinds or (self,)])
+
     def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
         """Predicted time of a plan: of the slowest rank, or of all if they wait in every slot.
 
         In a pipeline without that, a stage runs its micro-batches in slot order, each once all its ranks are free.
         """
-        costs, first = self.cost_grid(microbatch_of, cp_sizes), first_ranks(cp_sizes)
+        costs, first = self.kind_grids(microbatch_of, cp_sizes), first_ranks(cp_sizes)
         if self.waiting.in_slots:
-            return int(self.waiting.times(costs.max(axis=0, keepdims=True))[0])
+            return int(self.waiting.times(costs.max(axis=1)[None])[0])
 
         def peers(times: Ints, slots: Ints) -> Ints:
             together, columns = np.zeros_like(times), np.arange(slots.size)
             np.maximum.at(together, (first[:, slots], columns), times)
             return together[first[:, slots], columns]
 
-        return int(makespans(costs[:, None], self.waiting.pipeline, peers=peers).max())
+        return int(makespans(costs.swapaxes(0, 1), self.waiting.pipeline, peers=peers).max())
 
     def lower_bound(self) -> int:
         """A time that no plan can beat."""
@@ -169,36 +174,50 @@ def make_batch(problem: Problem) -> Batch:
             f"ep_size is {topology.ep_size}: expert-parallel groups of {ep_dp_size} data-parallel ranks "
             f"do not divide dp_size {topology.dp_size}."
         )
-    padded, peers = topology.padded_seq_len(problem.segments), waiting(problem.objective, topology=topology)
-    scaled = replace(cost_model, stages=None).sample_costs(
+    padded, (peers, stages) = topology.padded_seq_len(problem.segments), _waiting_and_stages(problem)
+    scaled = replace(cost_model, stages=stages).sample_costs(
         padded,
         image_patches=None if images is None else images.sums,
-        copies=max(peers.sync_size, peers.pipeline.num_stages),
+        copies=max(peers.sync_size, peers.pipeline.num_stages * peers.pipeline.num_chunks),
     )
-    columns = (scaled.costs[0], scaled.expert_costs[0], padded)
-    local, expert_cost, tokens = (sum_segments(column, num_segments=problem.num_segments) for column in columns)
+    tokens = sum_segments(padded, num_segments=problem.num_segments)
+    local, expert_cost = (
+        np.stack([sum_segments(kind, num_segments=problem.num_segments) for kind in kinds])
+        for kinds in (scaled.costs, scaled.expert_costs)
+    )
     if ep_dp_size == 1:
         # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
         local, expert_cost = local + expert_cost, np.zeros_like(expert_cost)
-    costs = local[None]
-    if images is not None:
-        has_phases = peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
-        costs = np.stack([scaled.image_costs[0], local]) if has_phases else local + scaled.image_costs
+    has_phases = images is not None and peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
+    if images is not None and not has_phases:
+        local = local + scaled.image_costs
     cap = limits.max_tokens_per_microbatch(topology)
     if cap is not None:
         cap = min(cap, max(int(tokens.sum()), 1))  # as good as none, and within int64
-    return Batch(
-        costs,
-        expert_cost=expert_cost,
+    chunks = [kind for stage in peers.pipeline.kinds for kind in stage] or [0]
+
+    def mean(kinds: Ints) -> Ints:
+        return kinds[chunks].sum(axis=0) // len(chunks)
+
+    batch = Batch(
+        np.stack([scaled.image_costs[0], local[0]]) if has_phases else mean(local)[None],
+        expert_cost=mean(expert_cost),
         weights=np.ones_like(tokens) if cap is None else np.minimum(tokens, cap + 1),
         cap=cap or limits.micro_batch_size or 1,
         num_ranks=topology.dp_size,
         waiting=peers,
         ep_dp_size=ep_dp_size,
-        per_microbatch=int(scaled.per_microbatch[0]),
+        per_microbatch=int(mean(scaled.per_microbatch)),
         multiple=topology.microbatch_multiple,
         shift=scaled.shift,
     )
+    if stages is None:
+        return batch
+    rows = zip(local, expert_cost, scaled.per_microbatch.tolist(), strict=True)
+    kinds = (
+        replace(batch, costs=costs[None], expert_cost=expert, per_microbatch=fixed) for costs, expert, fixed in rows
+    )
+    return replace(batch, kinds=tuple(kinds))
 
 
 def make_sized_batch(problem: Problem) -> SizedBatch:
@@ -209,20 +228,27 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
             f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
             "cap, so set max_tokens_per_gpu alone."
         )
-    peers, sizes = waiting(problem.objective, topology=topology), topology.dynamic_cp_sizes
-    per_token = cost_model.expert_linear
-    if topology.ep_dp_size == 1:
-        cost_model, per_token = replace(cost_model, linear=cost_model.linear + per_token, expert_linear=0), 0
+    (peers, stages), sizes = _waiting_and_stages(problem), topology.dynamic_cp_sizes
     unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
     padded = [topology.with_cp_size(size).padded_seq_len(unique) for size in sizes]
-    local = [cost_model.summed_over_cp(size).local_cost(tokens) for tokens, size in zip(padded, sizes, strict=True)]
-    expert_cost = [tokens.astype(object) * per_token for tokens in padded]
+    models = replace(cost_model, stages=stages).by_kind()
+    if topology.ep_dp_size == 1:
+        models = [replace(kind, linear=kind.linear + kind.expert_linear, expert_linear=0) for kind in models]
+    tables = [
+        (
+            [kind.summed_over_cp(size).local_cost(tokens) for tokens, size in zip(padded, sizes, strict=True)],
+            [tokens.astype(object) * kind.expert_linear for tokens in padded],
+            kind.per_microbatch,
+        )
+        for kind in models
+    ]
     # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
-    upper = sum(
-        cost * count for cost, count in zip((local[-1] + expert_cost[-1]).tolist(), counts.tolist(), strict=True)
+    upper = max(
+        int((local[-1] + expert[-1]).astype(object) @ counts.astype(object))
+        + fixed * (problem.lengths.size + 1) * topology.dp_cp_size
+        for local, expert, fixed in tables
     )
-    upper += cost_model.per_microbatch * (problem.lengths.size + 1) * topology.dp_cp_size
-    upper *= max(peers.sync_size, peers.pipeline.num_stages)
+    upper *= max(peers.sync_size, peers.pipeline.num_stages * peers.pipeline.num_chunks)
     shift = max(0, upper.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
 
     def sample_costs(costs: NDArray[Any], size: int) -> Ints:
@@ -232,19 +258,47 @@ def make_sized_batch(problem: Problem) -> SizedBatch:
 
     samples = [sum_segments(tokens[inverse], num_segments=problem.num_segments) for tokens in padded]
     tokens = np.stack([-(-tokens // size) for tokens, size in zip(samples, sizes, strict=True)])
-    return SizedBatch(
-        np.stack([sample_costs(costs, size) for costs, size in zip(local, sizes, strict=True)]),
-        expert_cost=np.stack([sample_costs(costs, 1) for costs in expert_cost]),
-        tokens=tokens,
-        cap=min(limits.max_tokens_per_gpu, max(int(tokens[0].sum()), 1)),  # as good as none, and within int64
-        per_microbatch=max(cost_model.per_microbatch >> shift, 1) if cost_model.per_microbatch else 0,
-        dp_cp_size=topology.dp_cp_size,
-        ep_dp_size=topology.ep_dp_size,
-        waiting=peers,
-        equal_counts=topology.has_equal_counts or problem.objective != "step",
-        multiple=topology.microbatch_multiple,
-        shift=shift,
+    kinds = [
+        SizedBatch(
+            np.stack([sample_costs(costs, size) for costs, size in zip(local, sizes, strict=True)]),
+            expert_cost=np.stack([sample_costs(costs, 1) for costs in expert]),
+            tokens=tokens,
+            cap=min(limits.max_tokens_per_gpu, max(int(tokens[0].sum()), 1)),  # as good as none, and within int64
+            per_microbatch=max(fixed >> shift, 1) if fixed else 0,
+            dp_cp_size=topology.dp_cp_size,
+            ep_dp_size=topology.ep_dp_size,
+            waiting=peers,
+            equal_counts=topology.has_equal_counts or problem.objective != "step",
+            multiple=topology.microbatch_multiple,
+            shift=shift - (STAGE_BITS if stages else 0),
+        )
+        for local, expert, fixed in tables
+    ]
+    if stages is None:
+        return kinds[0]
+    chunks = [kinds[kind] for stage in stages.kinds for kind in stage]
+    return replace(
+        kinds[0],
+        costs=sum(kind.costs for kind in chunks) // len(chunks),
+        expert_cost=sum(kind.expert_cost for kind in chunks) // len(chunks),
+        per_microbatch=sum(kind.per_microbatch for kind in chunks) // len(chunks),
+        kinds=tuple(kinds),
     )
+
+
+def _waiting_and_stages(problem: Problem) -> tuple[Waiting, StageCosts | None]:
+    """Who waits, and the costs of stages where the time is a makespan and they differ."""
+    topology, peers = problem.topology, waiting(problem.objective, topology=problem.topology)
+    stages = problem.cost_model.stages if peers.is_makespan else None
+    if stages is not None:
+        shape = len(stages.kinds), len(stages.kinds[0])
+        if shape != (topology.pp_size, topology.vpp_size):
+            raise BalanceError(
+                f"CostModel.stages has {shape[0]} stages of {shape[1]} chunks: Topology.pp_size is {topology.pp_size} "
+                f"and vpp_size {topology.vpp_size}. Make it for this topology, or leave it out."
+            )
+        peers = replace(peers, pipeline=replace(peers.pipeline, kinds=stages.kinds))
+    return peers, stages
 
 
 def batch_of(problem: Problem) -> Batch | SizedBatch:

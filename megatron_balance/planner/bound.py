@@ -46,6 +46,16 @@ def min_work(batch: Batch) -> int:
     return max(work, -(-(_with_forced_slots(batch, costs) + added) // batch.num_ranks))
 
 
+def slowest_stage(batch: Batch, num_slots: int) -> int:
+    """Time of the stage with most work, where stages differ: no rank's is below the mean of all ranks."""
+    pipeline, work = batch.waiting.pipeline, list[int]()
+    for kind in batch.kinds:
+        total = int(kind.costs.sum()) + int(kind.expert_cost.sum())
+        work.append(total + num_slots * batch.num_ranks * kind.per_microbatch)
+    longest = max((sum(work[kind] for kind in stage) for stage in pipeline.kinds), default=0)
+    return -(-longest // (batch.num_ranks * pipeline.num_stages * pipeline.num_chunks))
+
+
 def largest_sample(batch: Batch) -> int:
     """Cost of the costliest sample with its part of expert work."""
     return int((batch.costs.sum(axis=0) + -(-batch.expert_cost // batch.ep_dp_size)).max(initial=0))

@@ -89,6 +89,11 @@ def _plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
     )
     if replicas.num_ranks % replicas.ep_dp_size or sync_size % replicas.ep_dp_size:
         return None
+    costs = (
+        (kind.costs[level][None], -(-kind.expert_cost[level] // size), kind.per_microbatch) for kind in batch.kinds
+    )
+    kinds = (replace(replicas, costs=local, expert_cost=expert, per_microbatch=fixed) for local, expert, fixed in costs)
+    replicas = replace(replicas, kinds=tuple(kinds))
     if replicas.waiting.is_makespan:
         plan = plan_pipeline(replicas, effort=EFFORT // batch.num_levels)
     else:
@@ -228,9 +233,11 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
             num_filled += batch.num_samples
             packs, excess = _fill(views[index], outline, load=load)
             plan = _shelve(batch, packs)
-            times = batch.cost_grid(plan.microbatch_of, plan.cp_sizes).max(axis=0, keepdims=True)
-            order = (organ_pipe_order(times) if waiting.is_makespan else np.arange(times.size)[None])[0]
-            time = int(waiting.times(times[:, order])[0])
+            times = batch.kind_grids(plan.microbatch_of, plan.cp_sizes).max(axis=1)
+            order: Ints = np.arange(times.shape[1])
+            if waiting.is_makespan:
+                order = organ_pipe_order(times.sum(axis=0)[None])[0]
+            time = int(waiting.times(times[None, :, order])[0])
             if best is None or time < best[0]:
                 rank, slot = np.divmod(plan.microbatch_of, order.size)
                 best = time, Plan(rank * order.size + np.argsort(order)[slot], plan.cp_sizes[:, order])

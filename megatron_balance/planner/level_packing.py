@@ -73,6 +73,7 @@ class Batch:
     per_microbatch: int = 0  # fixed cost of a micro-batch, an empty one included
     multiple: int = 1  # the number of micro-batches is a multiple of this
     shift: int = 0  # costs are in units of 2**shift of the cost model's
+    kinds: tuple[Batch, ...] = ()  # the samples as if all chunks of a pipeline were of each kind, where they differ
 
     @property
     def num_samples(self) -> int:
@@ -101,7 +102,9 @@ class Batch:
 
     def take(self, ids: Ints) -> Batch:
         """The samples of these ids, in their order."""
-        return replace(self, costs=self.costs[:, ids], expert_cost=self.expert_cost[ids], weights=self.weights[ids])
+        kinds = tuple(kind.take(ids) for kind in self.kinds)
+        costs, expert_cost, weights = self.costs[:, ids], self.expert_cost[ids], self.weights[ids]
+        return replace(self, costs=costs, expert_cost=expert_cost, weights=weights, kinds=kinds)
 
     def with_sample_cap(self, max_samples: int) -> Batch:
         """A batch whose bins hold at most `max_samples` samples as well.
@@ -137,9 +140,11 @@ class Batch:
 
     def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
         """Predicted time of the step, in the units of the costs; arguments as for `cost_grid`."""
-        num_slots = cp_sizes.shape[1]
-        loads = self._rank_loads(microbatch_of, num_slots).reshape(len(self.costs), -1, self.sync_size, num_slots)
-        return int(self.waiting.times(loads.max(axis=2).sum(axis=0) + self.per_microbatch).max())
+        num_slots, times = cp_sizes.shape[1], list[Ints]()
+        for kind in self.kinds or (self,):
+            loads = kind._rank_loads(microbatch_of, num_slots).reshape(len(kind.costs), -1, self.sync_size, num_slots)
+            times.append(loads.max(axis=2).sum(axis=0) + kind.per_microbatch)
+        return int(self.waiting.times(np.stack(times, axis=1)).max())
 
     def _rank_loads(self, microbatch_of: Ints, num_slots: int) -> Ints:
         """`[num_phases, num_ranks, num_slots]`."""
@@ -159,7 +164,8 @@ class Batch:
     def min_time(self, num_slots: int) -> int:
         """A time that no plan with this many micro-batches or more can beat."""
         work, longest = self.min_work + num_slots * self.per_microbatch, bound.largest_sample(self)
-        return self.waiting.at_least(work, empty=self.per_microbatch, longest=longest + self.per_microbatch)
+        least = self.waiting.at_least(work, empty=self.per_microbatch, longest=longest + self.per_microbatch)
+        return max(least, bound.slowest_stage(self, num_slots))
 
     def lower_bound(self) -> int:
         """A time that no plan which may move samples can beat."""

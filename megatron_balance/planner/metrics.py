@@ -84,8 +84,9 @@ class GpuCosts(NamedTuple):
 
 def gpu_costs(batch: Batch | SizedBatch, microbatch_of: Ints, cp_sizes: Ints, *, topology: Topology) -> GpuCosts:
     """The costs of an assignment; the stages of a makespan have shared the work already."""
-    grid, gpus, unit = batch.cost_grid(microbatch_of, cp_sizes), topology.gpus_per_rank, 1 << batch.shift
-    if batch.shift and int(grid.astype(object).sum()) * unit >= MAX_TOTAL_COST:
+    grid, unit = batch.cost_grid(microbatch_of, cp_sizes), 1 << max(batch.shift, 0)
+    gpus = topology.gpus_per_rank << max(-batch.shift, 0)
+    if batch.shift > 0 and int(grid.astype(object).sum()) * unit >= MAX_TOTAL_COST:
         grid = grid.astype(object)
     stages = topology.pp_size if batch.waiting.is_makespan else 1
     times = (batch.time(microbatch_of, cp_sizes), batch.lower_bound())
@@ -184,7 +185,6 @@ def _pipeline_imbalance(microbatch_of: Ints, cp_sizes: Ints, *, batch: Batch | S
     grid = batch.cost_grid(microbatch_of, cp_sizes)
     # Ranks that meet in micro-batches do so on every stage; with sizes of their own all do.
     objective = "microbatch" if topology.dynamic_cp and topology.sync_size > 1 else "pipeline"
-    where = waiting(objective, topology=topology)
-    even = int(where.times(np.full((1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))[0])
-    judged = replace(batch, waiting=where)
-    return judged.time(microbatch_of, cp_sizes) / even if even else 1.0
+    judged = replace(batch, waiting=waiting(objective, topology=topology), kinds=())
+    even = judged.waiting.times(np.full((1, 1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))
+    return judged.time(microbatch_of, cp_sizes) / int(even[0]) if even[0] else 1.0

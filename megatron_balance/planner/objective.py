@@ -182,8 +182,8 @@ class Waiting:
         return self.pipeline.num_stages > 1
 
     def times(self, slot_times: Ints) -> Ints:
-        """Time of each group, `[num_groups]`, for `[num_groups, num_microbatches]` costs in slot order."""
-        return makespans(slot_times[:, None], self.pipeline) if self.is_makespan else slot_times.sum(axis=1)
+        """Time of each group, `[num_groups]`, for `[num_groups, num_kinds, num_microbatches]` costs in slot order."""
+        return makespans(slot_times, self.pipeline)
 
     def at_least(self, work: int, *, empty: int, longest: int = 0) -> int:
         """A time that a group of this much work cannot beat; `longest`: lower bound on its costliest micro-batch.

@@ -152,13 +152,17 @@ class _Search:
         self._counter = 0
         self._ranks = self._samples_by_rank() if fixed_ranks else None
         slots, num_bins = batch.num_groups * num_slots, batch.num_ranks * num_slots
-        self._loads = np.stack([sums(kind, bin_of, num_bins) for kind in batch.costs]).reshape(
-            -1, slots, batch.sync_size
-        )
-        self._experts = sums(batch.expert_cost, bin_of, num_bins).reshape(slots, -1, batch.ep_dp_size).sum(axis=2)
+        # Costs by kind of chunk.
+        kinds, shape = batch.kinds or (batch,), (-1, slots, batch.sync_size)
+        self._local_costs = np.stack([kind.costs[0] for kind in kinds])
+        self._expert_costs = np.stack([kind.expert_cost for kind in kinds])
+        self._fixed = np.array([kind.per_microbatch for kind in kinds], dtype=np.int64)
+        self._loads = np.stack([sums(costs, bin_of, num_bins) for costs in self._local_costs]).reshape(shape)
+        experts = np.stack([sums(costs, bin_of, num_bins) for costs in self._expert_costs]).reshape(shape)
+        self._experts = experts.reshape(len(kinds), slots, -1, batch.ep_dp_size).sum(axis=3)
         self._weights = sums(batch.weights, bin_of, num_bins)
         self._counts = np.bincount(bin_of, minlength=num_bins)
-        times = self._slot_times(self._loads, self._experts[None])
+        times = self._slot_times(self._loads, self._experts)
         self._times = times.reshape(-1, batch.num_groups, num_slots).swapaxes(0, 1)
         self._ends = makespans(self._times, batch.waiting.pipeline)
 
@@ -187,7 +191,8 @@ class _Search:
         ep_dp_size = self.batch.ep_dp_size
         if ep_dp_size > 1:
             loads = loads + (-(-experts // ep_dp_size)).repeat(ep_dp_size, axis=-1)
-        return loads.max(axis=-1) + self.batch.per_microbatch
+        times = loads.max(axis=-1)
+        return times + self._fixed.reshape(-1, *[1] * (times.ndim - 1))
 
     def _draw(self) -> Ints:
         """`[2, _PAIRS]` numbers below 2**31: splitmix64 of a counter.
@@ -214,7 +219,7 @@ class _Search:
             [base + int(first[best]), base + int(second[best])],
             [base + int(second[best]), base + int(first[best])],
         )
-        self._loads[:, old], self._experts[old] = self._loads[:, new], self._experts[new]
+        self._loads[:, old], self._experts[:, old] = self._loads[:, new], self._experts[:, new]
         for values in (self._weights.reshape(-1, width), self._counts.reshape(-1, width)):
             values[old] = values[new]
         slot = self.bin_of // width
@@ -265,11 +270,12 @@ class _Search:
         allowed &= (self._weights[target] + weight <= batch.cap) & (self._weights[origin] - weight <= batch.cap)
         if not allowed.any():
             return
-        item, sample, origin, target, weight, is_sample = (
-            values[allowed] for values in (item, sample, origin, target, weight, is_sample)
+        item, sample, origin, target, weight = (values[allowed] for values in (item, sample, origin, target, weight))
+        is_sample = is_sample[allowed]
+        local, expert = (
+            costs[:, item] - np.where(is_sample, costs[:, sample], 0)
+            for costs in (self._local_costs, self._expert_costs)
         )
-        local = batch.costs[:, item] - np.where(is_sample, batch.costs[:, sample], 0)
-        expert = batch.expert_cost[item] - np.where(is_sample, batch.expert_cost[sample], 0)
         to_group = target // (self.num_slots * batch.sync_size)
         times = self._times_after(group, origin, target, local, expert)
         foreign = np.flatnonzero(to_group != group)
@@ -283,10 +289,10 @@ class _Search:
         self.bin_of[item[best]] = target[best]
         if is_sample[best]:
             self.bin_of[sample[best]] = origin[best]
-        loads, experts = self._loads.reshape(len(local), -1), self._experts.reshape(-1)
+        loads, experts = (values.reshape(len(local), -1) for values in (self._loads, self._experts))
         for index, sign in ((origin[best], -1), (target[best], 1)):
             loads[:, index] += sign * local[:, best]
-            experts[index // batch.ep_dp_size] += sign * expert[best]
+            experts[:, index // batch.ep_dp_size] += sign * expert[:, best]
             self._weights[index] += sign * weight[best]
             self._counts[index] += sign * (not is_sample[best])
         into = to_group[best]
@@ -300,11 +306,11 @@ class _Search:
         # Both ends of an exchange inside a slot change the first of its two copies.
         copy = np.where(from_slot == to_slot, 0, 1)
         both = np.stack([from_slot, to_slot], axis=1)
-        loads, experts = self._loads[:, both], self._experts[both]
+        loads, experts = self._loads[:, both], self._experts[:, both]
         for slots, column, sign in ((0, origin % width, -1), (copy, target % width, 1)):
             loads[:, pairs, slots, column] += sign * local
-            experts[pairs, slots, column // ep_dp_size] += sign * expert
-        after = self._slot_times(loads, experts[None]).transpose(1, 0, 2)
+            experts[:, pairs, slots, column // ep_dp_size] += sign * expert
+        after = self._slot_times(loads, experts).transpose(1, 0, 2)
         (to_group, to_index), from_index = np.divmod(to_slot, self.num_slots), from_slot % self.num_slots
         times, to_times = np.tile(self._times[group], (pairs.size, 1, 1)), self._times[to_group].copy()
         times[pairs, :, from_index] = after[:, :, 0]

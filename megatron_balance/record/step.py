@@ -55,7 +55,7 @@ class StepRecord(Assignment):
     def costs(self) -> NDArray[np.float64]:
         """`[num_ranks, num_microbatches]` costs of micro-batches in units of the cost model, over a rank's GPUs."""
         batch = batch_of(self)
-        return batch.cost_grid(self.microbatch_of, self.cp_size_grid).astype(np.float64) * float(1 << batch.shift)
+        return batch.cost_grid(self.microbatch_of, self.cp_size_grid).astype(np.float64) * 2.0**batch.shift
 
     @property
     def is_measured(self) -> bool:

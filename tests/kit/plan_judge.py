@@ -223,10 +223,18 @@ def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -
     return -(-rows // multiple) * multiple
 
 
-def makespan(costs: Sequence[int], *, stages: int, chunks: int = 1, group: int = 1) -> int:
+def makespan(
+    costs: Sequence[int],
+    *,
+    stages: int,
+    chunks: int = 1,
+    group: int = 1,
+    by_chunk: Sequence[Sequence[Sequence[int]]] | None = None,
+) -> int:
     """Time of one-forward-one-backward (D. Narayanan et al., 2021), one third of a micro-batch's time in forward.
 
     Under several chunks a stage runs `group` micro-batches through a chunk before the next, backwards in reverse.
+    `by_chunk[stage][chunk]`: the costs if all chunks were like this one, where chunks differ.
     """
     if stages == 1:
         return sum(costs)
@@ -258,7 +266,8 @@ def makespan(costs: Sequence[int], *, stages: int, chunks: int = 1, group: int =
                 if needed not in ends:
                     continue
                 free[stage] = max(free[stage], ends[needed])
-            free[stage] += costs[slot] * (2 if backward else 1)
+            own = costs if by_chunk is None else by_chunk[stage][chunk]
+            free[stage] += own[slot] * (2 if backward else 1)
             ends[stage, slot, chunk, backward] = free[stage]
             position[stage] += 1
     return -(-max(free) // (3 * stages * chunks))

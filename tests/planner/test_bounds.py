@@ -1,5 +1,6 @@
 """Lower bounds are never above the best plan, which brute force finds over all assignments of a few samples."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_judge import Batch, figures_of_ranks, makespan
 
-from megatron_balance import CostModel, Limits, Topology, build_data_schedule
+from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
+from megatron_balance.cost.model import StageCosts
 
 TOKENS = CostModel.tokens()
 COST_MODELS = [
@@ -157,3 +159,45 @@ def test_samples_that_stay_on_their_ranks_are_planned_by_the_makespan_too():
     assert bound.predicted_cost < makespan(sorted(costs), stages=4)
     free = build_data_schedule(lengths, home_ranks=homes, **options).check()
     assert free.predicted_cost <= bound.predicted_cost
+
+
+@pytest.mark.parametrize(
+    ("vpp_size", "ranks"),
+    [(1, {}), (2, {}), (1, {"ep_size": 4}), (2, {"fully_sharded": True, "dynamic_cp": True})],
+)
+def test_stages_take_the_time_of_their_chunks(vpp_size, ranks):
+    """Fault: every stage cost the same, though the output layer makes the last one up to 1.6 times the mean."""
+    lengths = np.random.default_rng(7).lognormal(7, 1, 60).astype(np.int64).clip(16, 8192) // 16 * 16
+    chunks = [[0] * vpp_size for _ in range(4)]
+    chunks[3][-1] = 1
+    kinds = (CostModel(linear=1, quadratic=1), CostModel(linear=1 + 3 * vpp_size, quadratic=1))
+    even = CostModel(linear=14_000 * vpp_size, quadratic=1, per_microbatch=10**6)
+    staged = replace(even, stages=StageCosts(tuple(map(tuple, chunks)), kinds))
+    topology = Topology(4, pp_size=4, vpp_size=vpp_size, microbatch_multiple=4 if vpp_size > 1 else 1, **ranks)
+    options = {"topology": topology, "limits": Limits(8192)}
+    schedule = build_data_schedule(lengths, cost_model=staged, **options).check()
+    shares = 4 * vpp_size + 3 * vpp_size
+    linear = [even.linear * kind.linear * 4 * vpp_size // shares for kind in kinds]
+    times = []
+    for slots, sizes in zip(schedule.ranks, schedule.cp_sizes, strict=True):
+        costs = [
+            [
+                even.per_microbatch + sum((each * int(lengths[i]) + int(lengths[i]) ** 2) // size for i in ids)
+                for ids, size in zip(slots, sizes, strict=True)
+            ]
+            for each in linear
+        ]
+        times.append(costs)
+    if schedule.objective == "microbatch":  # all ranks wait for the slowest in every slot
+        slowest = [[max(costs[kind][slot] for costs in times) for slot in range(len(times[0][0]))] for kind in (0, 1)]
+        times = [slowest]
+    by_chunk = [[[costs[kind] for kind in stage] for stage in chunks] for costs in times]
+    expected = max(
+        makespan(costs[0][0], stages=4, chunks=vpp_size, group=topology.microbatch_multiple, by_chunk=costs)
+        for costs in by_chunk
+    )
+    assert schedule.predicted_cost == pytest.approx(expected, rel=1e-5)
+    blind = build_data_schedule(lengths, cost_model=even, **options)
+    assert schedule.predicted_cost < 0.99 * blind.metrics(cost_model=staged).predicted_cost
+    with pytest.raises(BalanceError, match=r"CostModel.stages has 4 stages of \d chunks: Topology.pp_size is 2"):
+        build_data_schedule(lengths, cost_model=staged, topology=Topology(4, pp_size=2), limits=Limits(8192))
