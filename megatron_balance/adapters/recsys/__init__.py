@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_balance.adapters.kit import Hook, Installation
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import is_off
 
 __all__ = ["NAME", "install", "is_installed"]
 
@@ -42,16 +41,14 @@ def install() -> Installation[str]:
         BalanceError: recsys-examples is missing or differs from what is expected. Nothing is changed then.
     """
     if not is_installed():
-        installation.install(NAME, _hooks)
+        installation.install(NAME, _hooks, state=_Registration())
         from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
         module, _, name = _SHUFFLER.partition(":")
         stock = getattr(importlib.import_module(module), name)
-        if is_off("recsys-examples"):  # configurations name the shuffler all the same
-            _factory().is_registered(NAME) or _factory().register(NAME, stock)
-        else:
-            _factory().register(NAME, make_shuffler_class(stock))
-            installation.add(_Registration())
+        if not _factory().is_registered(NAME):
+            # Configurations name the shuffler where balancing is switched off, too.
+            _factory().register(NAME, make_shuffler_class(stock) if is_installed() else stock)
     return installation
 
 
