@@ -31,7 +31,7 @@ from benchmarks.planner.setups import (
 from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.rates import ATTENTION_RATES, BETWEEN_NODES, exchange_flops_per_token, profiles
+from megatron_balance.cost.rates import ATTENTION_RATES, BETWEEN_NODES, exchange_costs, profiles
 
 TITLE = "Rates of GPUs"
 PUBLISHED = Path(__file__).with_suffix(".json")
@@ -195,8 +195,8 @@ def cost_model(setup: Setup, *, linear: float | None = None, attention: float, f
     if not ranks.dynamic_cp:
         return cost
     tflops = {} if linear is None else {"tflops": linear}
-    exchange = exchange_flops_per_token(shape, bytes_per_second=BETWEEN_NODES, **tflops)
-    return replace(cost, cp_exchange=exchange)
+    exchange = exchange_costs(shape, bytes_per_second=BETWEEN_NODES, **tflops)
+    return replace(cost, **exchange)
 
 
 def _slime_approximate(shape: ModelShape) -> CostModel:

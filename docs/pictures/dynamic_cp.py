@@ -12,13 +12,13 @@ import numpy as np
 from panels import Bar, Panel
 
 from megatron_balance import CostModel, DataSchedule, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.rates import BETWEEN_NODES, exchange_flops_per_token
+from megatron_balance.cost.rates import BETWEEN_NODES, exchange_costs
 
 PICTURE = Path(__file__).parent / "dynamic_cp.svg"
 SHAPE = ModelShape.preset("Qwen3-8B")
 COST_MODEL = replace(
     CostModel.from_shape(SHAPE),
-    cp_exchange=exchange_flops_per_token(SHAPE, bytes_per_second=BETWEEN_NODES),
+    **exchange_costs(SHAPE, bytes_per_second=BETWEEN_NODES),
 )
 LIMITS = Limits(4096)
 TOPOLOGY = Topology(2, cp_size=4, dynamic_cp=True)

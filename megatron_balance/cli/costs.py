@@ -36,6 +36,7 @@ from megatron_balance.record import RunRecord
 from megatron_balance.report.figures import TimeScale
 from megatron_balance.topology import Topology
 
+_RECEIVED = ("cp_exchange", "cp_all_to_all", "cp_all_gather")
 GPUS_PER_NODE = 8  # assumed: a run on at most as many is on one node
 
 
@@ -121,7 +122,8 @@ class CompareCosts:
                 raise BalanceError("the record's costs hold for its own ranks: add --model, or --cost seconds.json.")
             if (topology.pp_size, topology.vpp_size) != (recorded.pp_size, recorded.vpp_size):
                 cost_model = replace(cost_model, stages=None)
-        return replace(cost_model, cp_exchange=self._exchange(topology) if topology.dynamic_cp else 0)
+        received = dict.fromkeys(_RECEIVED, 0) | (self._exchange(topology) if topology.dynamic_cp else {})
+        return replace(cost_model, **received)
 
     def _layout(self, topology: Topology) -> PipelineLayout | None:
         """As many layers on every pipeline stage, and the output layer on the last one."""
@@ -147,28 +149,28 @@ class CompareCosts:
         cost_model, cp_size = self.planning(self.name, topology, pack_tokens=pack_tokens), topology.cp_size
         if topology.dynamic_cp:
             return cost_model
-        exchange = self._exchange(topology)
-        if self.name == "seconds":  # its costs are those of one rank already: each receives (c-1)/c of a sample
-            return replace(cost_model, cp_received=exchange * (cp_size - 1) // cp_size)
-        return replace(cost_model, cp_exchange=exchange).summed_over_cp(cp_size)
+        summed = replace(cost_model, **self._exchange(topology)).summed_over_cp(cp_size)
+        if self.name == "seconds":  # its costs are those of one rank already
+            waits = (summed.linear - cost_model.linear) // cp_size
+            received = summed.cp_received // cp_size
+            return replace(cost_model, linear=cost_model.linear + waits, cp_received=received)
+        return summed
 
-    def _exchange(self, topology: Topology) -> int:
-        """`CostModel.cp_exchange` on these ranks; 0 if it is not known, or the cost is tokens."""
+    def _exchange(self, topology: Topology) -> dict[str, int]:
+        """What a CostModel counts as received on these ranks; none if it is not known, or the cost is tokens."""
         if self.name == "tokens":
-            return 0
+            return {}
         if self.calibration is None and self.record is not None and self.model is None:
-            return self.record.info.cost_model.cp_exchange
+            return {name: getattr(self.record.info.cost_model, name) for name in _RECEIVED}
         tflops = ASSUMED_TFLOPS if self.rates is None else self.rates[0]
-        try:
-            return resolve_exchange(
-                self.shape,
-                bytes_per_second=_link(topology)[0] * 1e9,
-                calibration=self.calibration,
-                tp_size=topology.tp_size,
-                tflops=tflops,
-            )[0]
-        except BalanceError:  # it has layers that pass no keys and values around a ring
-            return 0
+        exchange, _ = resolve_exchange(
+            self.shape,
+            bytes_per_second=_link(topology)[0] * 1e9,
+            calibration=self.calibration,
+            tp_size=topology.tp_size,
+            tflops=tflops,
+        )
+        return exchange
 
     @property
     def assumes_bandwidth(self) -> bool:
@@ -177,7 +179,7 @@ class CompareCosts:
 
     def knows_exchange(self, topology: Topology) -> bool:
         """What context-parallel ranks would receive is known."""
-        return self._exchange(topology) > 0
+        return any(self._exchange(topology).values())
 
     def scale(self, topology: Topology) -> TimeScale:
         """From the cost that judges on these ranks to time on one pipeline stage."""
@@ -199,7 +201,7 @@ class CompareCosts:
         if self.rates is None and self.name != "seconds":
             model = "" if self.name == "flops" and self.record is None else "--model and "
             text += f". For seconds add {model}--device, or --cost seconds.json"
-        if self.shape is not None and self._exchange(topology):
+        if self.shape is not None and self.knows_exchange(topology):
             text += ". Context-parallel ranks receive {:g} GB/s, an assumption for {}".format(*_link(topology))
         return text
 

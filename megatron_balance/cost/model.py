@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.stages import STAGE_BITS, StageCosts
 from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.model.exchange import exchange_numbers
 from megatron_balance.model.flops import (
     Chunk,
     FlopsPolynomial,
@@ -74,7 +75,9 @@ class CostModel:
             attention.
         cp_exchange: cost of receiving one token's keys and values from another context-parallel rank; a rank waits only
             for what takes longer than its attention. Plans with dynamic context-parallel sizes use it.
-        cp_received: the same summed over all ranks, where the same number of them shares every sample.
+        cp_all_to_all: cost of receiving a token in exchanges that nothing hides, of which c ranks keep a c-th each.
+        cp_all_gather: the same of what every rank receives from all others.
+        cp_received: `cp_exchange` summed over all ranks, where the same number of them shares every sample.
         image_linear: cost per patch of an image in the vision encoder and the projector.
         image_quadratic: cost per squared patch of an image.
         stages: the parts that pipeline stages take; None where all take the same.
@@ -93,6 +96,8 @@ class CostModel:
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
     cp_exchange: int = 0
+    cp_all_to_all: int = 0
+    cp_all_gather: int = 0
     cp_received: int = 0
     image_linear: int = 0
     image_quadratic: int = 0
@@ -173,12 +178,14 @@ class CostModel:
             terms = _training_flops(shape, chunk, slowdown=slowdown, pack_tokens=pack_tokens, frozen=frozen_encoder)
             if ep_size == 1:
                 terms["linear"] += terms.pop("expert_linear")
-            return cls(**terms) if any(terms.values()) else cls(per_microbatch=1)  # an embedding alone counts nothing
+            if not any(terms.values()):  # an embedding alone
+                terms["per_microbatch"] = 1
+            return cls(**terms)
 
         model = cost(whole_model(shape))
         if layout is None:
             return model
-        costs = [cost(chunk) for chunk in layout.chunks(shape)]
+        costs = [replace(cost(chunk), **exchange_numbers(shape, chunk.layers)) for chunk in layout.chunks(shape)]
         kinds = list(dict.fromkeys(costs))
         table = tuple(tuple(map(kinds.index, costs[stage :: layout.pp_size])) for stage in range(layout.pp_size))
         return replace(model, stages=StageCosts(table, tuple(kinds)))
@@ -188,7 +195,8 @@ class CostModel:
 
         Each of c ranks receives (c-1)/c of a sample's keys and values from the others while it computes attention, and
         waits for what takes longer: `max(0, cp_exchange*L*(c-1)/c - attention(L)/c)` beside a c-th of the sample's
-        cost. It pays a micro-batch's fixed cost in full. Ring attention overlaps the two (Liu et al. 2023, arXiv
+        cost. Of `cp_all_to_all` it pays (c-1)/c of each of its L/c tokens, of `cp_all_gather` of all L: nothing hides
+        them. It pays a micro-batch's fixed cost in full. Ring attention overlaps the two (Liu et al. 2023, arXiv
         2310.01889, section 3); published tables of long samples refute an exchange in full (docs/cost-model.md).
 
         Examples:
@@ -198,8 +206,11 @@ class CostModel:
         """
         return replace(
             self,
+            linear=self.linear - (-self.cp_all_to_all * (cp_size - 1) // cp_size) + self.cp_all_gather * (cp_size - 1),
             per_microbatch=self.per_microbatch * cp_size,
             cp_exchange=0,
+            cp_all_to_all=0,
+            cp_all_gather=0,
             cp_received=self.cp_received + self.cp_exchange * (cp_size - 1),
         )
 

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.model.exchange import exchange_numbers
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 
@@ -61,33 +62,21 @@ def find_profile(name: str) -> dict[str, Any]:
     return profiles()[name]
 
 
-def exchange_flops_per_token(shape: ModelShape, *, bytes_per_second: float, tflops: float = ASSUMED_TFLOPS) -> int:
-    """FLOPs in the time that a rank takes to receive one token's keys and values: `cp_exchange` of a CostModel.
+def exchange_costs(
+    shape: ModelShape, *, bytes_per_second: float, tflops: float = ASSUMED_TFLOPS, tp_size: int = 1
+) -> dict[str, int]:
+    """FLOPs in the time that a rank takes to receive what context-parallel ranks exchange for a token.
 
-    Ring attention passes them to every other rank of a group: once in the forward pass, once more in the backward pass,
-    and there their gradients as well (Liu et al. 2023, arXiv 2310.01889, section 3). A sliding window does not shorten
-    the ring. `CostModel.summed_over_cp` counts what attention does not hide of it.
-
-    A GPU receives `bytes_per_second`, two bytes a number, and runs what is linear in tokens at `tflops`. Layers that
-    context parallelism does not split by such a ring are refused.
+    By the names of a CostModel's coefficients, whose `summed_over_cp` counts what is not hidden of it. A GPU receives
+    `bytes_per_second`, two bytes a number, and runs what is linear in tokens at `tflops`.
 
     Examples:
         >>> shape = ModelShape.preset("Qwen3-8B")
-        >>> [exchange_flops_per_token(shape, bytes_per_second=link) for link in (WITHIN_NODE, BETWEEN_NODES)]
+        >>> [exchange_costs(shape, bytes_per_second=link)["cp_exchange"] for link in (WITHIN_NODE, BETWEEN_NODES)]
         [393216000, 3538944000]
     """
-    numbers = 0
-    for layer in shape.layers():
-        if layer.mixer == "attention":
-            numbers += 2 * shape.num_query_groups * shape.kv_channels
-        elif layer.mixer == "mla":  # uncompressed, as it is trained
-            numbers += shape.num_attention_heads * (shape.qk_head_dim + shape.qk_pos_emb_head_dim + shape.v_head_dim)
-        elif layer.mixer is not None:
-            raise BalanceError(
-                f"The model has {layer.mixer} layers, whose context-parallel communication is not that of a ring of "
-                "keys and values: give cp_exchange, or keep --context-parallel-size for all samples."
-            )
-    return round(3 * numbers * 2 * tflops * 1e12 / bytes_per_second)
+    numbers = exchange_numbers(shape, shape.layers(), tp_size=tp_size)
+    return {name: round(number * 2 * tflops * 1e12 / bytes_per_second) for name, number in numbers.items()}
 
 
 def resolve_exchange(
@@ -97,20 +86,20 @@ def resolve_exchange(
     calibration: Calibration | None = None,
     tp_size: int = 1,
     tflops: float = ASSUMED_TFLOPS,
-) -> tuple[int, bool]:
-    """`CostModel.cp_exchange`, and whether it was measured: by the run of `calibration`, else from an assumed link.
+) -> tuple[dict[str, int], bool]:
+    """Coefficients as of `exchange_costs`, and whether they were measured: by the run of `calibration`, or assumed.
 
-    0 where neither is known. A shape may be a function that reads it, where that is needed.
+    None of them where neither is known. A shape may be a function that reads it, where that is needed.
     """
     if calibration is not None:
         # The file is of all heads; each tensor-parallel rank receives its own.
         if measured := calibration.cost_model(model_parallel_size=tp_size).cp_exchange:
-            return measured, True
+            return {"cp_exchange": measured}, True
         tflops = UNITS_PER_SECOND / 1e12 / tp_size  # FLOPs at the second rate are attoseconds
     if shape is None:
-        return 0, False
+        return {}, False
     shape = shape if isinstance(shape, ModelShape) else shape()
-    return exchange_flops_per_token(shape, bytes_per_second=bytes_per_second, tflops=tflops), False
+    return exchange_costs(shape, bytes_per_second=bytes_per_second, tflops=tflops, tp_size=tp_size), False
 
 
 Model = ModelShape | Mapping[str, Any] | str | Path

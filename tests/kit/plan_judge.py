@@ -204,7 +204,8 @@ class Batch:
         per_token = (model.linear + model.expert_linear * (self.expert_span == 1)) * tokens
         attention = model.local_cost(tokens) - model.linear * tokens
         received = model.cp_exchange * (size - 1) * tokens
-        return per_token + max(attention, received)
+        moved = -(-model.cp_all_to_all * (size - 1) // size) + model.cp_all_gather * (size - 1)
+        return per_token + moved * tokens + max(attention, received)
 
 
 def per_gpu(cost: int, topology: Topology, *, is_makespan: bool = False) -> int:

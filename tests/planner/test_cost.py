@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
 from megatron_balance.cost.calibration import Calibration, fit_seconds
 from megatron_balance.cost.model import MAX_TOTAL_COST, StageCosts
-from megatron_balance.cost.rates import ATTENTION_RATES, exchange_flops_per_token, find_profile, profiles, resolve_cost
+from megatron_balance.cost.rates import ATTENTION_RATES, exchange_costs, find_profile, profiles, resolve_cost
 from megatron_balance.model.layout import PipelineLayout
 
 coefficients = st.integers(0, 10**9)
@@ -288,15 +288,26 @@ def test_a_cost_by_name_is_that_of_a_model() -> None:
             resolve_cost(cost, model=model)
 
 
-def received(shape: ModelShape) -> int:
-    """Bytes of a token: a byte a second, a FLOP a second."""
-    return exchange_flops_per_token(shape, bytes_per_second=1, tflops=1e-12)
+def received(shape: ModelShape, **sizes: int) -> list[int]:
+    """Bytes of a token: a byte a second, a FLOP a second. Of the ring, all-to-alls and all-gathers."""
+    return list(exchange_costs(shape, bytes_per_second=1, tflops=1e-12, **sizes).values())
 
 
-def test_grouped_queries_send_their_groups_only() -> None:
-    shape = ModelShape.preset("Qwen3-8B")  # 36 layers, 8 groups of 128
-    assert received(shape) == 3 * 36 * 2 * 8 * 128 * 2
+def test_layers_exchange_what_their_context_parallelism_needs() -> None:
+    assert received(ModelShape.preset("Qwen3-8B")) == [3 * 36 * 2 * 8 * 128 * 2, 0, 0]  # 8 groups of 128
     latent = ModelShape.preset("DeepSeek-V3")  # uncompressed heads
-    assert received(latent) == 3 * len(latent.layers()) * 128 * (128 + 64 + 128) * 2
-    with pytest.raises(BalanceError, match="gated_delta_net"):
-        received(ModelShape.preset("Qwen3-Next-80B-A3B"))
+    assert received(latent) == [3 * len(latent.layers()) * 128 * (128 + 64 + 128) * 2, 0, 0]
+    nets = ModelShape.preset("Qwen3-Next-80B-A3B")  # 12 layers attend, 2 groups of 256; 36 have 16 and 32 heads of 128
+    ring = 3 * 12 * 2 * 2 * 256
+    assert received(nets) == [ring * 2, 2 * 36 * (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32) * 2, 0]
+    sparse = ModelShape.preset("DeepSeek-V3.2")
+    per_layer = 2 * (512 + 64) + 128
+    assert received(sparse) == [0, 0, len(sparse.layers()) * per_layer * 2]
+    assert received(sparse, tp_size=4)[2] == 4 * received(sparse)[2]  # each rank gathers the one latent key
+    assert received(replace(sparse, dsa_indexer_loss=True))[2] == len(sparse.layers()) * (per_layer + 128) * 2
+
+
+def test_nothing_hides_what_mixers_exchange() -> None:
+    model = CostModel(linear=100, quadratic=3, cp_all_to_all=10, cp_all_gather=7)
+    for size, per_token in ((1, 0), (2, 5 + 7), (4, 8 + 21)):
+        assert model.summed_over_cp(size)(10) == 10 * (100 + per_token) + 300

@@ -198,7 +198,7 @@ def run_costs(
                 shape=model,
                 lengths=lengths,
             )
-    exchange = 0
+    exchange: dict[str, int] = {}
     if topology.dynamic_cp:
         link, assumption = _assumed_link(topology)
         exchange, is_measured = resolve_exchange(
@@ -210,10 +210,11 @@ def run_costs(
             source += "" if calibration else f" and {ASSUMED_TFLOPS:g} TFLOP/s"
             source += "; megatron-balance fit measures it in a run with --balance-dynamic-cp"
         linear = cost.linear + cost.expert_linear
-        fraction = f"{exchange / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
+        received = sum(exchange.values())
+        fraction = f"{received / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
         log_lines.insert(0, f"{receiving}: {fraction}, {source}.")
     name = "flops" if calibration is None else "seconds"
-    return RunCosts(replace(cost, cp_exchange=exchange), name, rate, tuple(log_lines), advice)
+    return RunCosts(replace(cost, **exchange), name, rate, tuple(log_lines), advice)
 
 
 def _stages(options: Options, shape: Callable[[], ModelShape]) -> dict[str, Any]:
