@@ -199,8 +199,10 @@ library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the 
 ### Gains over each stock
 
 {stocks.NUM_RUNS} runs of a GPT of two layers on {stocks.NUM_RANKS} CPU ranks, {stocks.GLOBAL_BATCH_SIZE} rows of
-{stocks.SEQ_LENGTH} tokens a step: CPU seconds that the slowest rank spends in forward and backward passes, stock over
-balanced by FLOPs, beside what `compare` predicts from the lengths and the seconds fitted to the first run.
+{stocks.SEQ_LENGTH} tokens a step, {stocks.NUM_STEPS - stocks.WARM_UP_STEPS} steps after a warm-up of
+{stocks.WARM_UP_STEPS}: CPU seconds that the slowest rank spends in forward and backward passes, stock over balanced by
+FLOPs, beside what `compare` predicts for these steps from the lengths and the seconds fitted to the first run. Measured
+seconds of a step are the median of all runs; in brackets the gains of single runs.
 
 {_stocks_table(figures.get("stocks", {}))}
 
@@ -217,11 +219,15 @@ stock fails in this layout.
 
 def _stocks_table(checkouts: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
-        (checkout, kind, f"{row['predicted']:.3f}×", f"{row['measured']:.3f}×", f"{row['below']:.1%}")
+        (
+            *(checkout, kind, f"{row['predicted']:.3f}×"),
+            f"{row['measured']:.3f}× ({min(row['runs']):.3f} to {max(row['runs']):.3f})",
+            f"{row['below']:.1%}",
+        )
         for checkout, kinds in checkouts.items()
         for kind, row in kinds.items()
     ]
-    return table("checkout | stock | predicted | measured, median | below", rows)
+    return table("checkout | stock | predicted | measured | below", rows)
 
 
 def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:

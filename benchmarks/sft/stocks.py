@@ -3,7 +3,8 @@
 Seconds of micro-batches are fitted to the first balanced run of a kind; with them `compare` predicts all runs from the
 lengths in the data alone. Measured is what `compare` predicts, at most: CPU seconds that the slowest rank's training
 thread spends in forward and backward passes. Planning and exchange have threads of their own, and the optimizer is the
-same in both runs. Both figures are of the same steps, those after the warm-up: steps differ in what they gain.
+same in both runs. Both figures are of the same steps, those after the warm-up: steps differ in what they gain. The
+seconds of a step on a rank are the median of all runs, so that what disturbs one run moves none of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -49,18 +49,18 @@ Runner = Callable[[str, Sequence[str]], Recorded]
 
 
 def measure_stocks(run: Runner, *, lengths: Callable[[str], str], folder: Path) -> dict[str, dict[str, float]]:
-    """Gains by kind: the predicted one, the median of all runs, and its distance to the prediction."""
+    """Gains by kind: the predicted one, the measured one, its distance to the prediction, and those of single runs."""
     return {kind: _gains(kind, run=run, lengths=lengths(kind), folder=folder / kind) for kind in KINDS}
 
 
 def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, Any]:
-    gains: list[float] = []
     record, seconds = folder / "record", folder / "seconds.json"
+    balanced: list[Recorded] = []
+    stock: list[Recorded] = []
     for number in range(NUM_RUNS):
         keeps = ["--balance-record", str(record)] if number == 0 else []
-        balanced = run(kind, [*MODEL_FLAGS.split(), *BALANCED.split(), *keeps])
-        stock = run(kind, MODEL_FLAGS.split())
-        gains.append(_passes(stock) / _passes(balanced))
+        balanced.append(run(kind, [*MODEL_FLAGS.split(), *BALANCED.split(), *keeps]))
+        stock.append(run(kind, MODEL_FLAGS.split()))
     flags = [f"--data {kind} --seq-length {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} --dp-size {NUM_RANKS}"]
     flags += [f"--cost {seconds} --policy calibrated", f"--shuffle {SEED}" if kind == "masked-documents" else ""]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -69,10 +69,10 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
             _predicted(lengths, " ".join(flags).split(), num_steps=count) for count in (NUM_STEPS, WARM_UP_STEPS)
         )
     stock_seconds, balanced_seconds = (whole - warm_up).tolist()
-    predicted = stock_seconds / balanced_seconds
-    measured = statistics.median(gains)
+    predicted, measured = stock_seconds / balanced_seconds, _passes(stock) / _passes(balanced)
+    gains = [_passes([before]) / _passes([after]) for before, after in zip(stock, balanced, strict=True)]
     sys.stdout.write(
-        f"{kind}: predicted {predicted:.3f}, measured {measured:.3f} of {[round(gain, 3) for gain in gains]}\n"
+        f"{kind}: predicted {predicted:.3f}, measured {measured:.3f}, single runs {[round(gain, 3) for gain in gains]}\n"
     )
     sys.stdout.flush()
     return {"predicted": predicted, "measured": measured, "below": 1 - measured / predicted, "runs": gains}
@@ -87,7 +87,7 @@ def _predicted(lengths: str, flags: Sequence[str], *, num_steps: int) -> NDArray
     return np.array([seconds["stock"], seconds["calibrated"]])
 
 
-def _passes(run: Recorded) -> float:
-    """CPU seconds of the slowest rank's passes, the mean of the steps after the warm-up."""
-    steps = list(zip(*run.ranks, strict=True))[WARM_UP_STEPS:]
-    return statistics.mean(max(rank["passes_cpu_seconds"] for rank in ranks) for ranks in steps)
+def _passes(runs: Sequence[Recorded]) -> float:
+    """CPU seconds of the slowest rank's passes in the steps after the warm-up, each the median of all runs."""
+    passes = [[[step["passes_cpu_seconds"] for step in rank[WARM_UP_STEPS:]] for rank in run.ranks] for run in runs]
+    return float(np.median(passes, axis=0).max(axis=0).sum())
