@@ -44,6 +44,7 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = DOCS / "adapters.md"
+GUIDE = DOCS / "read-the-code.md"
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", RESULTS, *PAGES]
 
@@ -207,6 +208,26 @@ def test_files_and_flags_that_are_named_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
     known = set(add_balance_args(argparse.ArgumentParser())._option_string_actions)
     assert page == ADAPTERS or set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", text)) <= known
+
+
+def name_bound_by(node: ast.AST) -> str:
+    """What a definition or an assignment binds."""
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+    return getattr(node, "name", "") or next((name.id for name in targets if isinstance(name, ast.Name)), "")
+
+
+def test_functions_that_the_guide_to_the_code_names_are_where_it_says() -> None:
+    """A stranger opens the file and looks for the name; a row without a file is about the one above."""
+    rows = re.findall(r"^\| (?:\[[^]]*\]\(\.\./([^)]*)\))? ?\| `([\w.]+)`", GUIDE.read_text(), flags=re.MULTILINE)
+    rows += re.findall(r"\[[^]]*\]\(\.\./([^)]*)\), `(\w+)`", GUIDE.read_text())
+    assert len(rows) > 20
+    path = ""
+    for file, name in rows:
+        path = file or path
+        nodes: list[ast.AST] = [ast.parse((ROOT / path).read_text())]
+        for part in name.split("."):
+            nodes = [node for outer in nodes for node in getattr(outer, "body", []) if name_bound_by(node) == part]
+        assert nodes, f"{path} has no {name}"
 
 
 FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-\d+)?")

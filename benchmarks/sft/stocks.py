@@ -71,9 +71,8 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
     stock_seconds, balanced_seconds = (whole - warm_up).tolist()
     predicted, measured = stock_seconds / balanced_seconds, _passes(stock) / _passes(balanced)
     gains = [_passes([before]) / _passes([after]) for before, after in zip(stock, balanced, strict=True)]
-    sys.stdout.write(
-        f"{kind}: predicted {predicted:.3f}, measured {measured:.3f}, single runs {[round(gain, 3) for gain in gains]}\n"
-    )
+    singly = ", ".join(f"{gain:.3f}" for gain in gains)
+    sys.stdout.write(f"{kind}: predicted {predicted:.3f}, measured {measured:.3f}, single runs {singly}\n")
     sys.stdout.flush()
     return {"predicted": predicted, "measured": measured, "below": 1 - measured / predicted, "runs": gains}
 
