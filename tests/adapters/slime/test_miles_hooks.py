@@ -60,7 +60,7 @@ def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         for name in packages:  # without what their __init__ imports: engines and Ray
             place(name, __path__=[str(Path(os.environ["MILES_CHECKOUT"], *name.split(".")))])
-        store = types.SimpleNamespace(place=lambda value, value_spec: value)
+        store = types.SimpleNamespace(put=lambda value, value_spec: value)
         place("miles.utils.object_store", get_instance=lambda: store, ValueSpec=lambda **_: None)
         vars(sys.modules["miles.utils"])["object_store"] = sys.modules["miles.utils.object_store"]
         place("miles.utils.multi_lora", is_multi_lora_enabled=lambda args: False)
