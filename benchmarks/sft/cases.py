@@ -77,6 +77,9 @@ DYNAMIC = ("DP2 CP2", "DP4", "DP2 PP2", "DP2 TP2 SP")
 DOCUMENTS = ("--sft", "--dataloader-inter-document-masking")
 PADDED_ROWS = "--eod-mask-loss"
 DATA = (*DOCUMENTS, PADDED_ROWS)
+BY_MICROBATCH = ("DP2", "DP2 TP2 PP2", "DP2 EP2")
+"""Layouts that train without `--calculate-per-token-loss` as well."""
+
 PADDED = ("DP2", "DP2 TP2", "PP3")
 """Layouts that train with `--balance-unpad` as well, on rows that the script knows no sequences of."""
 
@@ -91,12 +94,14 @@ class Case:
     model: str = "dense"
     launched: bool = False
     dynamic: bool = False
+    by_microbatch: bool = False  # without --calculate-per-token-loss
 
     @property
     def name(self) -> str:
         """For people."""
         parts = (self.layout, self.data, "balanced" if self.balanced else "stock")
         variants = [*(["dynamic sizes"] if self.dynamic else []), *(["torchrun"] if self.launched else [])]
+        variants += ["means of micro-batches"] if self.by_microbatch else []
         return " / ".join((*parts, *variants))
 
     @property
@@ -121,6 +126,7 @@ class Case:
         parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
         parts += [LAYOUTS[self.layout].flags] if self.layout != ONE_RANK else []
         parts += [f"--balance-unpad {PADDING}"] if self.balanced and self.data == PADDED_ROWS else []
+        parts += ["--balance-loss-weighting micro-batch"] if self.balanced and self.by_microbatch else []
         if self.dynamic:
             parts.append(f"{BALANCED} --max-tokens-per-gpu {MAX_TOKENS_DYNAMIC} --balance-dynamic-cp")
         elif self.balanced and self.model in MEANS:
@@ -142,6 +148,9 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
         ]
         every += [Case(name, data, balanced=True, model=LAYOUTS[name].model, dynamic=True) for name in DYNAMIC]
         every.append(Case("DP2", data, balanced=True, launched=True))
+        every += [
+            Case(name, data, balanced=True, model=LAYOUTS[name].model, by_microbatch=True) for name in BY_MICROBATCH
+        ]
         yield from (case for case in every if not only or any(text in case.name for text in only))
 
 
