@@ -67,6 +67,7 @@ class BalancedForwardBackward:
         self.totals: StepTotals | None = None
         self.log_scale = 1.0
         self.pipeline_shapes: PipelineShapes | None = None
+        self.packed_params: Any = None  # of the micro-batch that runs forward, where its script names no starts
         self.token_weights: Callable[[], torch.Tensor] | None = None  # of the micro-batch that runs forward
         self._settings = settings
         layout = Layout.from_parallel_state(timeout=timeout)
@@ -201,7 +202,7 @@ class BalancedForwardBackward:
 
         # Every chunk of a virtual pipeline reads its own.
         chunks = model if isinstance(model, list) else [model]
-        handed_out = {id(chunk): HandedOut(step.microbatches or (), left_out=left_out) for chunk in chunks}
+        handed_out = {_identity(chunk): HandedOut(step.microbatches or (), left_out=left_out) for chunk in chunks}
         first, *_ = readers = list(handed_out.values())
         arguments |= {
             "data_iterator": readers if isinstance(iterators, list) else first,
@@ -241,11 +242,12 @@ class BalancedForwardBackward:
         """
         settings, slots = self._settings, step.slots
         masks = router_masks(slots, model=model, **self._layout) if settings.counts_router_tokens else []
-        starts = packed_params_of(slots, settings=settings) if settings.unpad is not None else []
+        names_starts = settings.unpad is not None or settings.overlaps_experts
+        starts = packed_params_of(slots, settings=settings) if names_starts else []
 
         @functools.wraps(forward_step_func)
         def forward_step(data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
-            slot = handed_out[id(model)].begin_next()
+            slot = handed_out[_identity(model)].begin_next()
             cp_size = slots.cp_sizes[slot]
             run = forward_step_func
             if self.context is not None:
@@ -258,6 +260,7 @@ class BalancedForwardBackward:
                     stack.enter_context(called_with_mask(masks[slot], model=model, **self._layout))
                 if starts:
                     stack.enter_context(called_with_packs(starts[slot], model=model))
+                    stack.enter_context(patched_attrs(self, packed_params=starts[slot]))
                 if observer is not None:
                     stack.enter_context(observer.timed(slot))
                 if slots.loss_weights is None:
@@ -279,6 +282,13 @@ class BalancedForwardBackward:
             token_multiple=self._settings.topology.with_cp_size(cp_size).token_multiple,
             cp_size=cp_size,
         )
+
+
+def _identity(chunk: Any) -> int:
+    """Of a chunk of the model, which a schedule may pass without its wrappers for data parallelism and precision."""
+    from megatron.core.utils import unwrap_model
+
+    return id(unwrap_model(chunk))
 
 
 def _warn_of_means(losses: Any) -> None:

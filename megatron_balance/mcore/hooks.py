@@ -158,6 +158,10 @@ def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any
     return input_ids, position_ids, padding_mask, *embeddings
 
 
+def _build_schedule_plan(run: Run, build: Function, model: Any, *positional: Any, **keywords: Any) -> Any:
+    return build(model, *positional, **{"packed_seq_params": run.packed_params, **keywords})
+
+
 def _weigh_predictions(run: Run, process: Function, *positional: Any, **keywords: Any) -> Any:
     """Weigh the losses of multi-token prediction as those of the next token."""
     if (weights := run.token_weights) is not None:
@@ -333,6 +337,15 @@ HOOKS = (
         reason="losses of multi-token prediction are summed in the model, where no weight of a sample reaches them",
         until="Megatron takes weights of samples",
         needed="mtp_num_layers",
+        first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.models.gpt.gpt_model:GPTModel.build_schedule_plan",
+        parameters=("packed_seq_params",),
+        wrap=_while_balancing(_build_schedule_plan, in_step=True),
+        reason="scripts do not tell the schedule of expert overlap where packed sequences begin",
+        until="scripts pass packed_seq_params, as on Megatron's dev branch",
+        needed="overlap_moe_expert_parallel_comm",
         first=(0, 19),
     ),
     Hook(

@@ -107,8 +107,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # clip_grads asserts that gradients are of type torch.cuda.FloatTensor.
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.record_stream:
-            return None
         if "device" in kwargs:
             kwargs["device"] = _as_cpu(kwargs["device"])
         if func is torch.Tensor.to:
@@ -154,6 +152,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _stub_cuda() -> None:
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]  # it takes no other stream than torch's
     stream, generator = _Stream(), torch.default_generator
     properties = types.SimpleNamespace(
         name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1, warp_size=32

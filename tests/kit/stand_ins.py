@@ -282,3 +282,19 @@ def bad_data(watch: Watch, *, how: str, index: int) -> None:
         return row | {"tokens": torch.full_like(row["tokens"], -7)} if at == index else row
 
     change_rows(bad)
+
+
+def schedule_plans(watch: Watch) -> None:
+    """A forward step that gives a schedule plan where it is asked for one, as in pretrain_gpt.py: without starts."""
+    stock = pretrain_sft.forward_step
+
+    def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+        if not return_schedule_plan:
+            return stock(data_iterator, model)
+        batch = pretrain_sft.get_batch(data_iterator)
+        training.update_seqlen_stats_from_cu_seqlens(batch["cu_seqlens"].squeeze(0))
+        inputs = batch["tokens"], batch["position_ids"], None
+        plan = model.build_schedule_plan(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        return plan, functools.partial(pretrain_sft.loss_func, batch["loss_mask"])
+
+    pretrain_sft.forward_step = forward_step

@@ -50,8 +50,9 @@ REFUSED = [
     f"--moe-expert-rank-capacity-factor 1.5 {EXPERTS}",
     f"--moe-paged-stash {EXPERTS}",
     f"--moe-router-load-balancing-type sinkhorn {EXPERTS}",
-    f"--moe-enable-routing-replay {EXPERTS}",
-    f"--overlap-moe-expert-parallel-comm {EXPERTS}",
+    f"--overlap-moe-expert-parallel-comm --moe-aux-loss-coeff 0.01 {EXPERTS}",
+    f"--overlap-moe-expert-parallel-comm {SIZED} {EXPERTS}",
+    f"--overlap-moe-expert-parallel-comm --balance-loss-weighting sample --mtp-num-layers 1 {EXPERTS}",
     "--window-size 64,0 --context-parallel-size 2",
     "--attention-backend unfused",
     "--transformer-impl local --seq-length 8",
@@ -126,6 +127,7 @@ WITHOUT_BALANCING = [
 
 CAUTIONED = [
     f"--transformer-impl transformer_engine {SIZED}",
+    f"--moe-enable-routing-replay {EXPERTS}",
     f"--balance-loss-weighting sample --moe-z-loss-coeff 1e-3 {EXPERTS}",
     "--moe-token-dispatcher-type flex --num-experts 4",
     "--moe-token-dispatcher-type flex --num-experts 4 --moe-flex-dispatcher-backend hybridep "
@@ -278,6 +280,7 @@ def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch,
     "flags",
     [
         f"--hybrid-layer-pattern M*M- {PACKED}",
+        f"--overlap-moe-expert-parallel-comm {EXPERTS} {PACKED}",
         SIZED,
         f"--balance-loss-weighting sample --mtp-num-layers 1 {PACKED}",
         f"--balance-loss-weighting sample --moe-z-loss-coeff 1e-3 {EXPERTS} {PACKED}",

@@ -140,6 +140,8 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 SHARDED = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 MTP: StandIns = (("stand_ins:mtp_attention", {}),)
 MTP_FLAGS = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
+OVERLAP = "--bf16 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+PLANS: StandIns = (("stand_ins:schedule_plans", {}),)
 ROUTER_LOSSES = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1"
@@ -217,6 +219,10 @@ ROWS = [
         stand_ins=(("stand_ins:two_documents", {}),),
     ),
     Row("by-flops", "EP2", model="moe"),
+    *(
+        Row("expert-overlap", layout, BY_FLOPS, "moe", OVERLAP, "bf16", PLANS, slow=slow)
+        for layout, slow in (("EP2", False), ("PP2-VPP2", True))
+    ),
     Row("by-flops", "TP2-PP2"),
     Row("by-flops", "PP2-EP2", model="moe"),
     Row("by-flops", "PP4", slow=True),

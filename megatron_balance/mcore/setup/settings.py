@@ -66,6 +66,7 @@ class Settings:
     algorithm: str = "auto"
     unpad: int | str | None = None
     loss_weighting: str | None = None  # None by tokens
+    overlaps_experts: bool = False
     overlap: bool = True
     timeout: timedelta = timedelta(minutes=10)
     peer_timeout: timedelta = timedelta(minutes=10)  # how long peers wait for a rank once training runs
@@ -111,6 +112,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         timeout=timeout_of(options),
         peer_timeout=timedelta(seconds=options.get("distributed_timeout_seconds_after_init") or 0)
         or timeout_of(options),
+        overlaps_experts=bool(options.get("overlap_moe_expert_parallel_comm")),
         log_interval=options.get("log_interval") or 0,
         num_steps=options.get("train_iters"),
         counts_router_tokens=_routers_count_tokens(options),
