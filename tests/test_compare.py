@@ -19,6 +19,7 @@ from recorded_runs import run_info, write_record
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
+from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.mcore import add_balance_args
 from megatron_balance.planner import Problem
 from megatron_balance.record import read_record
@@ -93,8 +94,11 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
     file = write_lengths(tmp_path, *[1024] * 4)
     arguments = [file, *batch_of(4, 1, 1024), "--device", "500,500"]
     seconds = (FLOPS(1024) + FLOPS.per_microbatch) / 5e14
-    # Two tensor-parallel ranks share the work. Four micro-batches and the bubble of three pass a fourth of the layers.
-    for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, 7 * seconds / 4)):
+    # Two tensor-parallel ranks share the work. Of four stages with nine layers the last has the output layer too: four
+    # micro-batches pass it, and one of them the others.
+    head = 3 * 2 * 4096 * 151936 * (1024 + MICROBATCH_TOKENS) / 5e14
+    stages = 3 * (seconds - head) / 4 + 4 * ((seconds - head) / 4 + head)
+    for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, stages)):
         content = figures_of(tmp_path, *arguments, *ranks, "--model", "Qwen3-8B")
         stock = content["policies"]["stock"]
         assert content["topology"]["etp_size"] == content["topology"]["tp_size"]  # Megatron's default
