@@ -21,6 +21,7 @@ from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.mcore import add_balance_args
+from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.planner import Problem
 from megatron_balance.record import read_record
 from megatron_balance.record.step import rows_of
@@ -339,6 +340,22 @@ def test_equal_lengths_need_no_flag(tmp_path: Path) -> None:
     file = write_lengths(tmp_path, *[4096] * 64)
     advice = figures_of(tmp_path, file, *batch_of(32, 4, 4096), "--model", "Qwen3-8B")["advice"]
     assert (advice["policy"], advice["flags"], advice["speedup"]) == ("stock", "", 1.0)
+
+
+def test_context_parallel_ranks_pay_a_micro_batch_in_plans_as_in_predictions(tmp_path: Path) -> None:
+    """Fault: training planned with the launches of one rank, which bought more micro-batches than paid on four."""
+    lengths = np.random.default_rng(1).integers(100, 300, 1024)
+    np.save(tmp_path / "short.npy", lengths)
+    arguments = [*batch_of(256, 4, 4096), "--cp-size", 4, "--pp-size", 4, "--model", "Qwen3-8B", "--device", "400,400"]
+    policies = figures_of(tmp_path, tmp_path / "short.npy", *arguments)["policies"]
+    layout = PipelineLayout.even_split(SHAPE.num_layers, pp_size=4, vpp_size=1)
+    model = CostModel.from_shape(SHAPE, layout=layout).summed_over_cp(4)
+    topology = Topology(4, cp_size=4, pp_size=4)
+    expected = [
+        build_data_schedule(batch, cost_model=model, topology=topology, limits=Limits(4096)).num_microbatches
+        for batch in lengths.reshape(4, 256)
+    ]
+    assert policies["by-flops"]["num_microbatches"] == np.mean(expected)
 
 
 def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_path: Path) -> None:

@@ -122,8 +122,13 @@ class CompareCosts:
                 raise BalanceError("the record's costs hold for its own ranks: add --model, or --cost seconds.json.")
             if (topology.pp_size, topology.vpp_size) != (recorded.pp_size, recorded.vpp_size):
                 cost_model = replace(cost_model, stages=None)
+            if name == "flops":  # a run plans with the fixed costs of all its context-parallel ranks
+                fixed = cost_model.per_microbatch // (1 if recorded.dynamic_cp else recorded.cp_size)
+                cost_model = replace(cost_model, per_microbatch=fixed)
         received = dict.fromkeys(_RECEIVED, 0) | (self._exchange(topology) if topology.dynamic_cp else {})
-        return replace(cost_model, **received)
+        cost_model = replace(cost_model, **received)
+        is_shared = name == "flops" and not topology.dynamic_cp
+        return cost_model.summed_over_cp(topology.cp_size) if is_shared else cost_model
 
     def _layout(self, topology: Topology) -> PipelineLayout | None:
         """As many layers on every pipeline stage, and the output layer on the last one."""
@@ -154,7 +159,7 @@ class CompareCosts:
             waits = (summed.linear - cost_model.linear) // cp_size
             received = summed.cp_received // cp_size
             return replace(cost_model, linear=cost_model.linear + waits, cp_received=received)
-        return summed
+        return replace(summed, per_microbatch=cost_model.per_microbatch)
 
     def _exchange(self, topology: Topology) -> dict[str, int]:
         """What a CostModel counts as received on these ranks; none if it is not known, or the cost is tokens."""

@@ -148,3 +148,11 @@ def test_groups_within_a_node_exchange_over_its_links(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
     cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
     assert cost.cp_exchange / cost.linear == pytest.approx(part, rel=0.02)
+
+
+@pytest.mark.parametrize("dynamic_cp", [False, True])
+def test_every_context_parallel_rank_pays_the_fixed_cost_of_a_micro_batch(dynamic_cp: bool) -> None:
+    """Fault: at one size it was paid once by all of them, in plans but not in predictions."""
+    topology = Topology(8, cp_size=4, dynamic_cp=dynamic_cp)
+    cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
+    assert cost.per_microbatch == 128 * cost.linear * (1 if dynamic_cp else 4)

@@ -215,8 +215,10 @@ def run_costs(
         received = sum(exchange.values())
         fraction = f"{received / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
         log_lines.insert(0, f"{receiving}: {fraction}, {source}.")
-    name = "flops" if calibration is None else "seconds"
-    return RunCosts(replace(cost, **exchange), name, rate, tuple(log_lines), advice)
+    name, cost = "flops" if calibration is None else "seconds", replace(cost, **exchange)
+    if calibration is None and not topology.dynamic_cp:  # seconds are those of one rank already
+        cost = cost.summed_over_cp(topology.cp_size)
+    return RunCosts(cost, name, rate, tuple(log_lines), advice)
 
 
 def _stages(options: Options, shape: Callable[[], ModelShape]) -> dict[str, Any]:
