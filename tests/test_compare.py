@@ -444,6 +444,43 @@ def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
     assert fitted["seconds_per_step"] == pytest.approx(np.mean(slowest) * 1e-9, rel=1e-2)
 
 
+def test_a_record_advises_caps_and_sizes_by_its_seconds_and_its_measured_cap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A micro-batch costs as much as 4,000 tokens: a larger cap pays, and is advised where memory was measured."""
+    folder, cost_model = tmp_path / "record", CostModel(linear=2000, quadratic=1, per_microbatch=8_000_000)
+    info = run_info(cost_model=cost_model, environment={"recompute": "full"})
+    steps = write_record(folder, info, noise=0.0)
+    sentences = figures_of(tmp_path, folder)["advice"]["sentences"]
+    assert any("no other cap or context-parallel size gains 1% or more" in sentence for sentence in sentences)
+    (gaps,) = (sentence for sentence in sentences if sentence.startswith("Not measured:"))
+    assert "memory: no more than 8192 tokens per GPU" in gaps
+    assert "what context-parallel ranks receive: with --model" in gaps
+    assert any("without --recompute-granularity full" in sentence for sentence in sentences)
+
+    with (folder / "plan.jsonl").open("a") as file:
+        file.write('{"kind": "memory", "measured_cap": 16384}\n')
+    sentences = figures_of(tmp_path, folder)["advice"]["sentences"]
+    (advice,) = (sentence for sentence in sentences if "as fast as it ran" in sentence)
+    speed, flags = re.fullmatch(r"  (\d\.\d\d)x as fast as it ran: (.*)", advice).groups()
+    assert flags == "--max-tokens-per-gpu 16384"
+    times = [step.costs.sum(axis=1).max() for step in steps]
+    plans = [
+        build_data_schedule(step.lengths, cost_model=cost_model, topology=Topology(4), limits=Limits(16384))
+        for step in steps
+    ]
+    assert float(speed) == pytest.approx(np.sum(times) / sum(plan.predicted_cost for plan in plans), abs=0.02)
+    assert not any("memory" in sentence for sentence in sentences if sentence.startswith("Not measured:"))
+
+    write_record(folder, run_info(environment={}), num_samples=8, noise=0.0)  # the longest costs more than a share
+    sentences = figures_of(tmp_path, folder, "--model", "Qwen3-8B")["advice"]["sentences"]
+    assert any(re.fullmatch(r"  \d\.\d\dx as fast as it ran: --balance-dynamic-cp", sentence) for sentence in sentences)
+    assert any("the bandwidth between context-parallel ranks, which is assumed" in sentence for sentence in sentences)
+    write_record(folder, num_steps=1)
+    sentences = figures_of(tmp_path, folder)["advice"]["sentences"]
+    assert any("are not compared: the record has" in sentence for sentence in sentences)
+
+
 def test_stock_of_a_record_fills_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of --sft a sample each; of documents those that lie in rows; where neither is so, samples as they are."""
     tokens = {"cost_name": "tokens", "cost_model": CostModel.tokens()}

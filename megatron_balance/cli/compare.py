@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.cli.advice import recommend
+from megatron_balance.cli.advice import advise_settings, recommend
 from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cli.data import MAX_SAMPLES, ranks_and_cap, read_batches
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
@@ -169,6 +169,8 @@ def _compare(args: argparse.Namespace) -> bytes:
             results.append(comparison.judge(policy, steps, row_tokens=row_tokens))
     stock = results[0]
     advised, sentences = recommend(results, comparison=comparison, record=record)
+    if record is not None:
+        sentences += advise_settings(record, comparison=comparison)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
     lines = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
     if record is not None and topology == record.info.topology.with_cp_size(record.info.topology.cp_size):

@@ -49,6 +49,7 @@ class CompareCosts:
     device: str | None
     record: RunRecord | None
     max_tokens_per_gpu: int  # of a full pack
+    fitted: Calibration | None = None  # seconds in place of those of a file
 
     @cached_property
     def rates(self) -> tuple[float, float, str] | None:
@@ -96,8 +97,10 @@ class CompareCosts:
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """The seconds.json of `--cost`."""
-        return Calibration.read(Path(self.cost)) if self.cost is not None and self.cost.endswith(".json") else None
+        """The seconds.json of `--cost`, or what was fitted."""
+        if self.cost is None or not self.cost.endswith(".json"):
+            return None
+        return self.fitted or Calibration.read(Path(self.cost))
 
     def extrapolation(self, longest: int) -> str:
         """A notice where sequences are longer than those that were measured; empty where they are not."""

@@ -85,7 +85,7 @@ def read_batches(args: argparse.Namespace, *, record: RunRecord | None, topology
     if record is None:
         batches = _from_lengths(args, topology=topology, limits=limits)
     else:
-        batches = _from_record(record, steps=args.steps, dp_size=topology.dp_size)
+        batches = recorded_batches(record, steps=args.steps, dp_size=topology.dp_size)
     if args.steps is None and not batches.is_all:
         batches.notes.append(f"these are the first {len(batches.steps)} steps; --steps plans more.")
     lengths = np.concatenate([step.segments for step in batches.steps])
@@ -96,7 +96,8 @@ def read_batches(args: argparse.Namespace, *, record: RunRecord | None, topology
     return batches
 
 
-def _from_record(record: RunRecord, *, steps: int | None, dp_size: int) -> Batches:
+def recorded_batches(record: RunRecord, *, steps: int | None, dp_size: int) -> Batches:
+    """The global batches of a record, each sample on the rank that loaded it, or dealt anew to another `dp_size`."""
     recorded = [step for step in record.steps if step.lengths.size]
     if len(recorded) < (steps or 1):
         raise BalanceError(f"the record has {len(recorded)} steps with samples; --steps is {steps or 1}.")

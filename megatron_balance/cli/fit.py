@@ -48,15 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Fit the seconds of a cost model to a recorded run, for plans by seconds in place of FLOPs."""
     record = read_record(args.record)
-    measured = measurements(record)
-    fit = fit_microbatches(measured, cost_model=record.info.cost_model)
-    longest = max(int(step.segments.max(initial=0)) for step in record.steps)
-    costs = _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
+    fit, costs = fit_record(record)
     costs.write(args.out)
+    longest = costs.origin["longest_sequence"]
     per = costs.costs  # attoseconds
     times = (per.per_microbatch, per.linear + per.expert_linear, per.quadratic)
     launch, token, squared = (amount(attoseconds / UNITS_PER_SECOND, unit="s") for attoseconds in times)
-    say(f"Fitted to {measured.seconds.size} micro-batches: {launch} each, {token} a token, {squared} a squared token.")
+    count = costs.origin["num_microbatches"]
+    say(f"Fitted to {count} micro-batches: {launch} each, {token} a token, {squared} a squared token.")
     say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst.")
     if fit.error > NOTABLE_ERROR:
         say("Warning: large error, predicted speeds may be as far off. Record more steps, on idle machines.")
@@ -65,12 +64,20 @@ def run(args: argparse.Namespace) -> int:
         ratio = f"{attention / linear:.2g}"
         say(f"A rank runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = {ratio}:")
         say(f"--balance-attention-rate {ratio} without the file.")
-    part = 1 - (per.linear + per.expert_linear) * longest / (per(longest) + per.expert_linear * longest)
+    part = 1 - (per.linear + per.expert_linear) * longest / per(longest)
     if part < TOLD_APART:
         say(f"Warning: no long samples were seen, and its rate is not known: attention took {part:.1%} of the longest.")
     say(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record such sequences too.")
     say(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0
+
+
+def fit_record(record: RunRecord) -> tuple[Fit, Calibration]:
+    """The fit to a record, and as the seconds of the whole model on one rank; a BalanceError where too little ran."""
+    measured = measurements(record)
+    fit = fit_microbatches(measured, cost_model=record.info.cost_model)
+    longest = max(int(step.segments.max(initial=0)) for step in record.steps)
+    return fit, _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
 
 
 def _rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:

@@ -3,6 +3,7 @@
     run             ranks, limits, cost model, objective, what it ran on; the first line
     step            lengths of a step, slots of its samples, ranks that share each micro-batch, time spent planning
     seconds         seconds of one data-parallel rank's micro-batches in one step
+    memory          the cap that would leave a tenth of every device free, by the peaks of the first steps
     policy, advice  figures of a comparison, which `compare --json` adds
 
 A training run writes a folder: `plan.jsonl` from one rank, `seconds_rank00003.jsonl` from each rank, without
@@ -89,10 +90,14 @@ class RunInfo:
 
 
 class RunRecord(NamedTuple):
-    """A run that was recorded; its steps are in the order of iterations."""
+    """A run that was recorded; its steps are in the order of iterations.
+
+    `measured_cap`: tokens per GPU of a micro-batch that would leave a tenth of every device free; None if not known.
+    """
 
     info: RunInfo
     steps: tuple[StepRecord, ...]
+    measured_cap: int | None = None
 
 
 def line_of(step: StepRecord) -> dict[str, Any]:
@@ -164,6 +169,7 @@ def read_record(path: Path) -> RunRecord:
     files = [path / PLAN, *sorted(path.glob("seconds_rank*.jsonl"))] if path.is_dir() else [path]
     problem = f"{str(path)!r} is neither a run record nor a file of compare --json"
     info: RunInfo | None = None
+    measured_cap: int | None = None
     steps: dict[int, StepRecord] = {}
     for file in files:
         try:
@@ -185,6 +191,8 @@ def read_record(path: Path) -> RunRecord:
                     steps[step.iteration] = step
                 elif kind == "seconds":
                     _set_seconds(line, steps=steps)
+                elif kind == "memory":
+                    measured_cap = check_integer("measured_cap", line["measured_cap"])
             except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
                 damage = f"line {number} is damaged ({type(error).__name__}: {error})"
                 if info is None:
@@ -192,7 +200,7 @@ def read_record(path: Path) -> RunRecord:
                 raise BalanceError(f"{str(file)!r}, {damage}: remove the line to read the others.") from error
     if info is None:
         raise BalanceError(f"{problem}: the file is empty.")
-    return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)))
+    return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)), measured_cap)
 
 
 def is_record(path: Path) -> bool:

@@ -145,6 +145,24 @@ def rows_of(problem: Problem, *, row_tokens: int, num_rows: int) -> NDArray[np.i
     return rows if whole and in_order and ends[-1] == num_rows * row_tokens else None
 
 
+def rank_slowdowns(costs: NDArray[np.float64], *, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`[num_ranks]` measured over predicted time of each rank, over that of the median rank; the median step.
+
+    Args:
+        costs: `[num_steps, num_ranks]` predicted, in any unit.
+        seconds: the same measured, of ranks that wait for no other within a step; steps with a 0 are left out.
+
+    Examples:
+        >>> rank_slowdowns(np.array([[10, 20, 10], [20, 20, 10]]), seconds=np.array([[2, 4, 3], [4, 4, 3]])).tolist()
+        [1.0, 1.0, 1.5]
+    """
+    is_known = ((costs > 0) & (seconds > 0)).all(axis=1)
+    if not is_known.any():
+        return np.full(costs.shape[1:], np.nan)
+    ratios = seconds[is_known] / costs[is_known]
+    return np.median(ratios / np.median(ratios, axis=1, keepdims=True), axis=0)
+
+
 def round_robin(num_samples: int, *, dp_size: int) -> NDArray[np.int64]:
     """`[num_samples]` the rank that loads each sample: Megatron's sampler deals them out one by one."""
     return np.arange(num_samples, dtype=np.int64) % dp_size

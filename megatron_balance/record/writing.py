@@ -72,6 +72,10 @@ class RecordWriter:
         """Write the plan of one step."""
         _append(self._plans, line_of(step))
 
+    def add_cap(self, measured_cap: int) -> None:
+        """Write `RunRecord.measured_cap`."""
+        _append(self._plans, {"kind": "memory", "measured_cap": measured_cap})
+
     def add_seconds(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
         """Write one step: `[num_microbatches]` seconds, to nine digits; NaN where a micro-batch was not measured."""
         values = [None if math.isnan(value) else float(f"{value:.9g}") for value in seconds.tolist()]

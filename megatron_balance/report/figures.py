@@ -33,6 +33,7 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import ScheduleMetrics, waiting
 from megatron_balance.record import RunRecord, StepRecord
+from megatron_balance.record.step import rank_slowdowns
 
 Floats = NDArray[np.float64]
 
@@ -167,6 +168,15 @@ class RunFigures:
         pairs = [_unwaited(step) for step in self.record.steps if step.is_measured]
         return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.planned.scale.per_cost], [1]]
 
+    @cached_property
+    def slowdowns(self) -> Floats:
+        """`[num_ranks]` of `rank_slowdowns`; NaN where ranks wait for one another in micro-batches."""
+        info, steps = self.record.info, self.record.steps
+        if info.topology.dynamic_cp or waiting(info.objective, topology=info.topology).sync_size > 1:
+            return np.full(len(steps[0].costs), np.nan)
+        sums = np.array([(step.costs.sum(axis=1), step.seconds.sum(axis=1)) for step in steps if step.is_measured])
+        return rank_slowdowns(sums[:, 0], seconds=sums[:, 1]) if sums.size else np.full(len(steps[0].costs), np.nan)
+
     def mfu(self, policy: PolicyFigures, *, peak: float) -> float:
         """Model FLOPs over those of all GPUs at `peak` TFLOP/s in a policy's forward and backward passes; else NaN."""
         info, rate = self.record.info, self.record.info.environment.get("attention_rate")
@@ -191,7 +201,7 @@ def run_figures(record: RunRecord) -> RunFigures:
     steps = tuple(step for step in record.steps if step.lengths.size)
     if not steps:
         raise BalanceError("the record has no step with samples yet: let the run finish its first step.")
-    record, topology = RunRecord(record.info, steps), record.info.topology
+    record, topology = record._replace(steps=steps), record.info.topology
     scale, width = time_scale(record), topology.cp_size if topology.dynamic_cp else 1
     policies = {
         "stock": PolicyFigures([step.stock() for step in steps], scale, width),

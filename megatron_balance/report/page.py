@@ -103,6 +103,10 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
         seconds = np.array([getattr(step, f"{name}_seconds") for step in figures.record.steps])
         if seconds.any():
             rows.append([f"{work}, mean", *[NONE] * (len(rows[0]) - 2), amount(seconds.mean(), unit="s")])
+    if np.isfinite(figures.slowdowns).all():
+        rank = int(figures.slowdowns.argmax())
+        slowdown = f"rank {rank}: {figures.slowdowns[rank]:.2f}×"
+        rows.append(["slowest rank for its work, of the median rank's time", *[NONE] * (len(rows[0]) - 2), slowdown])
     return rows
 
 

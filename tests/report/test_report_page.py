@@ -98,6 +98,23 @@ def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path: Path) -> N
     assert one == pytest.approx((long + short) / 2)
 
 
+def test_a_slow_rank_is_named_by_its_seconds_over_what_its_plan_costs(tmp_path: Path) -> None:
+    """Rank 2 takes a fifth longer for every micro-batch, whatever it was given."""
+    info = run_info(Topology(4))
+    write_record(tmp_path / "record", info, num_steps=9)
+    path = tmp_path / "record" / "seconds_rank00002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    slow = [line | {"seconds": [1.2 * value for value in line["seconds"]]} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in slow))
+    page, _ = report(tmp_path, tmp_path / "record")
+    name, slowdown = row_of(page, "slowest rank for its work, of the median rank&#39;s time")[-1].split(": ")
+    assert name == "rank 2"
+    assert float(slowdown.rstrip("×")) == pytest.approx(1.2, abs=0.04)
+    write_record(tmp_path / "experts", run_info(Topology(4, ep_size=2), objective="microbatch"))
+    page, _ = report(tmp_path, tmp_path / "experts")  # ranks wait for one another in every micro-batch
+    assert "slowest rank for its work" not in page
+
+
 def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> None:
     topology, environment = Topology(4, tp_size=2), {"attention_rate": 0.5}
     steps = write_record(tmp_path / "record", run_info(topology, environment=environment), num_steps=3)
