@@ -156,6 +156,8 @@ def _costs(fit: Fit, *, info: RunInfo, longest: int, num_measured: int) -> Calib
         # 0 would say that it was not measured.
         cp_exchange=max(1, round(per_core * fit.exchange * ranks)) if info.topology.dynamic_cp else 0,
     )
+    if model.stages is not None:
+        costs = model.stages.whole_from_first(costs)
     origin = {"longest_sequence": longest, "num_microbatches": num_measured, "policy": info.policy}
     origin = dict(info.environment) | _rates(fit, info=info) | origin
     return Calibration(costs=costs, held_out_error=fit.error, origin=origin)

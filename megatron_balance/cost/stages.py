@@ -69,6 +69,24 @@ class StageCosts:
             result.append(replace(whole, **terms, windows=windows, stages=None))
         return tuple(result)
 
+    def whole_from_first(self, measured: CostModel) -> CostModel:
+        """The costs of the whole model where those of its first stage, times `pp_size`, were measured."""
+        # Of terms that the first stage lacks nothing is known.
+        first = [self.kinds_of(measured)[kind] for kind in self.kinds[0]]
+
+        def scaled(value: int, shares: list[int]) -> int:
+            return (value * value * len(shares) << STAGE_BITS) // sum(shares) if any(shares) else value
+
+        terms = {
+            name: scaled(value, [getattr(kind, name) for kind in first])
+            for name, value in measured.coefficients().items()
+        }
+        windows = tuple(
+            (window, scaled(cost, [dict(kind.windows).get(window, 0) for kind in first]))
+            for window, cost in measured.windows
+        )
+        return replace(measured, **terms, windows=windows)
+
     def loads(self, whole: CostModel, lengths: Any) -> list[float]:
         """`[pp_size]` cost of samples of these lengths on each stage, over that of an even share."""
         costs = [float(kind.total_cost(np.asarray(lengths)).astype(np.float64).sum()) for kind in self.kinds_of(whole)]

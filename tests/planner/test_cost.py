@@ -167,6 +167,9 @@ def test_costs_by_kind_are_scaled_together() -> None:
     assert (
         CostModel.from_dict(json.loads(json.dumps(asdict(replace(CALIBRATION.costs, stages=stages))))).stages == stages
     )
+    # What fit measures on the first stage, times two: half of the mean of linear, no attention.
+    first = stages.whole_from_first(CostModel(linear=50, quadratic=9))
+    assert (first.linear, first.quadratic) == (100, 9)
     for kinds in (((0,), (1, 1)), ((0, 0),), ((0, 1, 2),)):
         with pytest.raises(BalanceError, match=r"StageCosts\.kinds"):
             StageCosts(kinds, stages.costs)
