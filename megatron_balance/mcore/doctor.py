@@ -19,7 +19,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import hooks_of_release, install_hooks
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.rules import cautions, nothing_balances, problems
-from megatron_balance.mcore.setup.settings import policy_of, run_costs, topology_of
+from megatron_balance.mcore.setup.settings import logits_caution, logits_nbytes, policy_of, run_costs, topology_of
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.cluster import Finding
 from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
@@ -173,6 +173,11 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
             costs = run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
             if costs.advice and knows_vocabulary:
                 yield Finding(True, costs.advice, is_note=True)
+            nbytes, flag = logits_nbytes(options, topology=topology)
+            if nbytes and knows_vocabulary:
+                yield Finding(True, f"{flag}: logits take up to {nbytes / 2**30:.2f} GiB in fp32 on the last stage")
+                notes = logits_caution(options, topology=topology)
+                yield from (Finding(True, note, is_note=True) for note in notes)
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]

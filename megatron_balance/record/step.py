@@ -153,8 +153,8 @@ def rank_slowdowns(costs: NDArray[np.float64], *, seconds: NDArray[np.float64]) 
         seconds: the same measured, of ranks that wait for no other within a step; steps with a 0 are left out.
 
     Examples:
-        >>> rank_slowdowns(np.array([[10, 20, 10], [20, 20, 10]]), seconds=np.array([[2, 4, 3], [4, 4, 3]])).tolist()
-        [1.0, 1.0, 1.5]
+        >>> rank_slowdowns(np.array([[8, 16, 8], [16, 16, 8]]), seconds=np.array([[1, 2, 2], [2, 2, 2]])).tolist()
+        [1.0, 1.0, 2.0]
     """
     is_known = ((costs > 0) & (seconds > 0)).all(axis=1)
     if not is_known.any():

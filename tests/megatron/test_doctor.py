@@ -167,6 +167,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
         assert words in problem
     advice = [line for line in lines if "pipeline stage 2 of 2 computes" in line]
     assert [line.split(":")[0].split()[0] for line in advice] == ["note"] * ("pipeline" in flags)
+    assert sum("logits take up to" in line for line in lines) == ("--vocab-size" in flags)
     if "parser refuses" not in "".join(expected):
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
 
