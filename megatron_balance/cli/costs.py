@@ -57,7 +57,9 @@ class CompareCosts:
         if self.device is None:
             return None
         if self.name != "flops":
-            raise BalanceError(f"--device: the cost is {self.name}, not FLOPs: add --model, or drop it.")
+            raise BalanceError(
+                f"--device is {self.device!r}, but the cost is {self.name}, not FLOPs: add --model, or drop it."
+            )
         try:
             rates = [float(rate) for rate in self.device.split(",")]
         except ValueError:
@@ -122,7 +124,10 @@ class CompareCosts:
             cost_model, recorded = self.record.info.cost_model, self.record.info.topology
             same_ranks = name == "flops" or topology.model_parallel_size == recorded.model_parallel_size
             if name != "tokens" and not (same_ranks and topology.ep_size == recorded.ep_size):
-                raise BalanceError("the record's costs hold for its own ranks: add --model, or --cost seconds.json.")
+                raise BalanceError(
+                    "the record's costs hold for its own --tp-size, --cp-size and --ep-size: leave these out, or "
+                    "add --model, or --cost seconds.json (megatron-balance fit)."
+                )
             if (topology.pp_size, topology.vpp_size) != (recorded.pp_size, recorded.vpp_size):
                 cost_model = replace(cost_model, stages=None)
             if name == "flops":  # a run plans with the fixed costs of all its context-parallel ranks

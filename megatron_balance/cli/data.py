@@ -63,8 +63,10 @@ def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tupl
             f"{MAX_STAGES} stages are compared."
         )
     if record is None and args.global_batch_size % topology.dp_size:
+        multiple = -(-args.global_batch_size // topology.dp_size) * topology.dp_size
         raise BalanceError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --dp-size {topology.dp_size}."
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --dp-size {topology.dp_size}: give "
+            f"{multiple}, or change --dp-size."
         )
     num_ranks, group = topology.dp_cp_size * topology.tp_size, topology.etp_size * topology.ep_size
     if num_ranks % group:
