@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "training"))
+from table import DYNAMIC_CP, ROWS, Row
+
 from megatron_balance.cli import build_parser
-from megatron_balance.mcore.setup.flags import add_balance_args
-from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule
+from megatron_balance.mcore.setup.flags import add_balance_args, parse_flags
+from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule, dynamic_cp_problem
 
 _FLAGS = """\
 # Flags
@@ -22,6 +26,15 @@ Made from the parsers by `scripts/make_pages.py`.
 ## In training
 
 They go among Megatron's own flags, in any order. Without one of them a run is stock.
+"""
+_MODELS = """\
+# Models and tests
+
+Made from `tests/training/table.py` by `scripts/make_pages.py`. A name in a cell is that of a run whose losses, gradient
+norms, evaluations and log equal a stock run of its layout by the number format: `NAME` is the test
+`tests/training/test_matrix.py::test_equals_stock[NAME]`. Shapes are small, kernels that need a GPU have stand-ins on the
+CPU, and no run has used a GPU. Losses of routers are equal as far as
+[their caution](options.md#cautions) says. [Models](models.md) has what is counted, and what else is refused.
 """
 _OPTIONS = """\
 # Megatron's options
@@ -99,7 +112,45 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-PAGES = {"flags.md": flags_page, "options.md": options_page}
+def models_page() -> str:
+    """For each model which test shows what, or why it is refused."""
+    models: dict[str, list[Row]] = {}
+    for row in ROWS:
+        models.setdefault(_model(row), []).append(row)
+    lines = [
+        _MODELS,
+        "| model | packed, moved, by FLOPs | evaluation | dynamic sizes | loss weightings |",
+        "|---|---|---|---|---|",
+    ]
+    for name, rows in models.items():
+        weighted = [row for row in rows if "--balance-loss-weighting" in row.balance]
+        plain = [row for row in rows if not row.dynamic and row not in weighted]
+        cells = [plain, [row for row in plain if row.evaluates], [row for row in rows if row.dynamic], weighted]
+        shown = [_tests(cell) for cell in cells]
+        if not cells[2]:
+            options, _ = parse_flags(f"{rows[0].stock} {DYNAMIC_CP}".split(), with_megatron=True)
+            problem = dynamic_cp_problem(vars(options))
+            shown[2] = "not tested" if problem is None else f"refused: {_cell(problem)}"
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _model(row: Row) -> str:
+    if row.model not in ("dense", "moe"):
+        return row.model
+    kinds = {"--mtp-num-layers": "multi-token prediction", "--multi-latent-attention": "latent attention"}
+    kinds["--window-size"] = "windows"
+    names = {"dense": "dense attention, as Llama and Qwen3", "moe": "mixture of experts"}
+    return next((kind for flag, kind in kinds.items() if flag in row.flags), names[row.model])
+
+
+def _tests(rows: list[Row]) -> str:
+    names = [f"`{row.layout}-{row.name}`" for row in rows]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more or "not tested"
+
+
+PAGES = {"models-tested.md": models_page, "flags.md": flags_page, "options.md": options_page}
 """Name of a page in docs/ → what it says."""
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ are called in each rank before training (`watched_steps.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 StandIns = tuple[tuple[str, Mapping[str, Any]], ...]
@@ -260,6 +260,7 @@ ROWS = [
         for layout, slow in (("DP2", False), ("PP2", True))
     ),
     Row("micro-batch-mtp", "DP2", f"{BY_FLOPS} {WEIGHTED}", flags=f"{MTP_FLAGS} --micro-batch-size 2", stand_ins=MTP),
+    *(replace(family(name, "DP2", f"{BY_FLOPS} {WEIGHTED}"), name=f"{name}-micro-batch") for name in FAMILIES),
     Row("micro-batch", "EP2", f"{BY_FLOPS} {WEIGHTED}", model="moe", slow=True),
     Row("micro-batch-sharded", "TP2-SP", f"{BY_FLOPS} {WEIGHTED}", flags=SHARDED, precision="bf16", slow=True),
     Row(
