@@ -32,8 +32,8 @@ _MODELS = """\
 
 Made from `tests/training/table.py` by `scripts/make_pages.py`. A name in a cell is that of a run whose losses, gradient
 norms, evaluations and log equal a stock run of its layout by the number format: `NAME` is the test
-`tests/training/test_matrix.py::test_equals_stock[NAME]`. Shapes are small, kernels that need a GPU have stand-ins on the
-CPU, and no run has used a GPU. Losses of routers are equal as far as
+`tests/training/test_matrix.py::test_equals_stock[NAME]`. Shapes are small, kernels that need a GPU have stand-ins on
+the CPU, and no run has used a GPU. Losses of routers are equal as far as
 [their caution](options.md#cautions) says. [Models](models.md) has what is counted, and what else is refused.
 """
 _OPTIONS = """\
