@@ -110,7 +110,7 @@ def balance(
         ids = np.flatnonzero(kind_of == kind)
         if padded:
             batch = make_batch(Problem.of(tokens[ids], objective=objective, **arguments))
-            plan = plan_padded(batch, max_samples=max_samples, num_slots=num_microbatches)
+            plan = plan_padded(batch, max_tokens=max_tokens, max_samples=max_samples, num_slots=num_microbatches)
         else:
             plan = build_data_schedule(
                 tokens[ids], objective=objective, num_microbatches=num_microbatches, **arguments

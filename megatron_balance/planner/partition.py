@@ -130,17 +130,19 @@ def _part_of(parts: list[list[int]]) -> Ints:
     return part_of
 
 
-def plan_padded(batch: Batch, *, max_samples: int | None, num_slots: int | None) -> list[list[list[int]]]:
+def plan_padded(
+    batch: Batch, *, max_tokens: int, max_samples: int | None, num_slots: int | None
+) -> list[list[list[int]]]:
     """Micro-batches that are padded to their longest sample: each holds and costs its samples times that.
 
     In order of length a micro-batch is a run of neighbours. Runs are cut so that the costliest is as cheap as their
     number allows, then given to ranks: neighbours to one slot where ranks meet in every micro-batch, else as evenly as
     they go. Returns for every rank, for every micro-batch, ascending sample ids: in the fewest micro-batches, or in
-    `num_slots` of at most `max_samples`. A micro-batch is empty only where samples are too few.
+    `num_slots` of at most `max_tokens` and `max_samples`. A micro-batch is empty only where samples are too few.
     """
     order = np.lexsort((-batch.local_cost, -batch.weights))
     costs = batch.local_cost[order].tolist()
-    counts = (batch.cap // np.maximum(batch.weights[order], 1)).clip(1, max_samples or INT_MAX).tolist()
+    counts = (max_tokens // np.maximum(batch.weights[order], 1)).clip(1, max_samples or INT_MAX).tolist()
 
     def run_ends(limit: int) -> list[int]:
         """Where runs end that hold as many samples as the caps and a limit of their cost allow."""

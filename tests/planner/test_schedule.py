@@ -250,6 +250,10 @@ def test_padded_micro_batches_keep_both_caps_and_even_cost(objective, lengths, m
             balance(lengths, num_microbatches=len(lengths) // 2 + 1, allow_empty=False, **options)
 
 
+def test_padded_micro_batches_are_filled_beyond_the_tokens_of_their_samples():
+    assert balance([7, 5, 4, 4], num_ranks=1, max_tokens=28, padded=True) == [[[0, 1, 2, 3]]]  # 28 tokens for 20
+
+
 def test_padded_micro_batches_of_a_step_beat_runs_of_equal_count():
     lengths = np.clip(np.exp(np.random.default_rng(2).normal(6.5, 1.2, 256)).astype(np.int64), 16, 16384)
 
