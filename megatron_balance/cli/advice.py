@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -92,23 +92,6 @@ def _reasons(
         yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """A cap and context-parallel sizes that a run could have, and the speed of its plans over those that ran."""
-
-    topology: Topology
-    cap: int
-    speed: float
-
-    def flags(self, record: RunRecord) -> list[str]:
-        """The flags that set it, but for what the run has."""
-        run, size = record.info.topology, self.topology.cp_size
-        flags = [f"--max-tokens-per-gpu {self.cap}"] if self.cap != record.info.limits.max_tokens_per_gpu else []
-        flags += [f"--context-parallel-size {size}"] if size != run.cp_size else []
-        names = {True: "--balance-dynamic-cp", False: "--no-balance-dynamic-cp"}
-        return flags + [names[self.topology.dynamic_cp]] * (self.topology.dynamic_cp != run.dynamic_cp)
-
-
 def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[str]:
     """Other caps and context-parallel sizes on the GPUs of a record, by its own seconds and its measured cap."""
     run, cap = record.info.topology, record.info.limits.max_tokens_per_gpu
@@ -120,31 +103,42 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
         yield f"Other caps and context-parallel sizes are not compared: {error}"
         return
     costs = CompareCosts("seconds.json", comparison.costs.model, None, record, cap, fitted=calibration)
-    knows_exchange = costs.knows_exchange(replace(run, dynamic_cp=True))
-    recorded = [step for step in record.steps if step.lengths.size]
+    comparison, recorded = replace(comparison, costs=costs), [step for step in record.steps if step.lengths.size]
     recorded = recorded[: max(SETTING_SAMPLES // recorded[0].lengths.size, 1)]
     policy = Policy("as it ran", "as it ran", record.info.cost_model, dynamic_cp=run.dynamic_cp)
-    as_it_ran = replace(comparison, costs=costs).judge(policy, recorded)
+    as_it_ran = comparison.judge(policy, recorded)
     room = max(_tokens_per_gpu(as_it_ran), record.measured_cap or cap)
-    settings = _settings(as_it_ran, record=record, comparison=replace(comparison, costs=costs), room=room)
+    knows_exchange = costs.knows_exchange(replace(run, dynamic_cp=True))
+    sizes = [size for size in (1, 2, 4, 8, 16) if run.dp_cp_size % size == 0] if knows_exchange else [run.cp_size]
+    static = [replace(run.with_cp_size(size), dp_size=run.dp_cp_size // size) for size in sizes]
+    dynamic = [replace(run.with_cp_size(run.cp_size), dynamic_cp=True)] if knows_exchange else []
+    results = list(_results([*static, *dynamic], record=record, comparison=comparison, as_it_ran=as_it_ran, room=room))
+
+    def flags(result: PolicyResult) -> list[str]:
+        """Flags that the run did not have."""
+        topology, limit = result.info.topology, result.info.limits.max_tokens_per_gpu
+        changes = [f"--max-tokens-per-gpu {limit}"] * (limit != cap)
+        changes += [f"--context-parallel-size {topology.cp_size}"] * (topology.cp_size != run.cp_size)
+        switch = "--balance-dynamic-cp" if topology.dynamic_cp else "--no-balance-dynamic-cp"
+        return changes + [switch] * (topology.dynamic_cp != run.dynamic_cp)
+
     yield f"On the same GPUs, by the seconds that are fitted to this record (off by {fit.error:.1%}), at most:"
-    speed = 1.0
-    kinds = {
-        "cap": [setting for setting in settings if setting.topology == run],
-        "one size": [setting for setting in settings if not setting.topology.dynamic_cp],
-        "dynamic": [setting for setting in settings if setting.topology.dynamic_cp],
-    }
-    for name, kind in kinds.items():
-        if not kind:
-            continue
-        worth = DYNAMIC_WORTH if name == "dynamic" and costs.assumes_bandwidth else WORTH
-        fastest = max(setting.speed for setting in kind)
-        similar = [setting for setting in kind if setting.speed >= fastest * (1 - WORTH)]
-        simplest = min(similar, key=lambda setting: (len(setting.flags(record)), setting.cap))
-        if simplest.speed > speed * (1 + worth):
-            speed = simplest.speed
-            flags = " ".join(simplest.flags(record)) or "--balance-cost seconds.json of megatron-balance fit"
-            yield f"  {speed:.2f}x as fast as it ran: {flags}"
+    speed, dynamic_worth = 1.0, DYNAMIC_WORTH if costs.assumes_bandwidth else WORTH
+    kinds = (
+        ([result for result in results if result.info.topology == run], WORTH),
+        ([result for result in results if not result.policy.dynamic_cp], WORTH),
+        ([result for result in results if result.policy.dynamic_cp], dynamic_worth),
+    )
+    for kind, worth in kinds:
+        fastest = min((result.time for result in kind), default=0.0)
+        similar = [result for result in kind if result.time * (1 - WORTH) <= fastest]
+        simplest = min(
+            similar, key=lambda result: (len(flags(result)), result.info.limits.max_tokens_per_gpu), default=None
+        )
+        if simplest is not None and simplest.speedup(as_it_ran) > speed * (1 + worth):
+            speed = simplest.speedup(as_it_ran)
+            changes = " ".join(flags(simplest)) or "--balance-cost seconds.json of megatron-balance fit"
+            yield f"  {speed:.2f}x as fast as it ran: {changes}"
     if speed == 1.0:
         yield f"  no other cap or context-parallel size gains {WORTH:.0%} or more."
     gaps = ["efficiency at other sizes, which is taken to be that of the run"]
@@ -163,31 +157,26 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
         )
 
 
-def _settings(as_it_ran: PolicyResult, *, record: RunRecord, comparison: Comparison, room: int) -> list[_Setting]:
-    """All settings that no rule refuses, and whose plans put at most `room` tokens on a GPU."""
-    run, cap, costs = record.info.topology, record.info.limits.max_tokens_per_gpu or 0, comparison.costs
-    knows_exchange = costs.knows_exchange(replace(run, dynamic_cp=True))
+def _results(
+    topologies: Sequence[Topology], *, record: RunRecord, comparison: Comparison, as_it_ran: PolicyResult, room: int
+) -> Iterator[PolicyResult]:
+    """Plans on these ranks at several caps that no rule refuses, and that put at most `room` tokens on a GPU."""
+    cap = record.info.limits.max_tokens_per_gpu or 1
     caps = sorted({size for size in (cap // 2, cap, 2 * cap, record.measured_cap or cap) if 0 < size <= room})
-    sizes = [size for size in (1, 2, 4, 8, 16) if run.dp_cp_size % size == 0] if knows_exchange else [run.cp_size]
-    static = [replace(run.with_cp_size(size), dp_size=run.dp_cp_size // size) for size in sizes]
-    dynamic = [replace(run.with_cp_size(run.cp_size), dynamic_cp=True)] if knows_exchange else []
-    settings: list[_Setting] = []
-    with progress("planning other settings", total=len(caps) * (len(static) + len(dynamic))) as show:
-        for index, (topology, size) in enumerate(itertools.product([*static, *dynamic], caps)):
+    with progress("planning other settings", total=len(caps) * len(topologies)) as show:
+        for index, (topology, size) in enumerate(itertools.product(topologies, caps)):
             show(index)
             flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {size} --balance-data --balance-cost flops"
             flags += " --balance-dynamic-cp" * topology.dynamic_cp
-            policy = Policy("", flags, costs.planning("seconds", topology), dynamic_cp=topology.dynamic_cp)
-            planner = replace(
-                comparison, costs=costs, topology=replace(topology, dynamic_cp=False), limits=Limits(size)
-            )
-            if problems(planner.options(policy)):
+            cost_model = comparison.costs.planning("seconds", topology)
+            policy = Policy("", flags, cost_model, dynamic_cp=topology.dynamic_cp)
+            setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(size))
+            if problems(setting.options(policy)):
                 continue
             batches = recorded_batches(record, steps=len(as_it_ran.steps), dp_size=topology.dp_size).steps
-            result = planner.judge(policy, list(planner.plan(policy, batches)))
+            result = setting.judge(policy, list(setting.plan(policy, batches)))
             if _tokens_per_gpu(result) <= room:
-                settings.append(_Setting(topology, size, result.speedup(as_it_ran)))
-    return settings
+                yield result
 
 
 def _tokens_per_gpu(result: PolicyResult) -> int:

@@ -169,14 +169,13 @@ def _compare(args: argparse.Namespace) -> bytes:
             results.append(comparison.judge(policy, steps, row_tokens=row_tokens))
     stock = results[0]
     advised, sentences = recommend(results, comparison=comparison, record=record)
-    if record is not None:
-        sentences += advise_settings(record, comparison=comparison)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
     lines = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
     if record is not None and topology == record.info.topology.with_cp_size(record.info.topology.cp_size):
         as_it_ran = Policy("as it ran", in_a_line(record.info.policy), record.info.cost_model)
         recorded = [step for step in record.steps if step.lengths.size][:num_steps]
         lines.insert(1, comparison.judge(as_it_ran, recorded).line(stock=stock))
+        sentences += advise_settings(record, comparison=comparison)
     has_seconds = stock.scale.unit == "s"
     columns = {name: text for name, text in _COLUMNS.items() if has_seconds or name not in ("step s", "tokens/s/GPU")}
     rows = [[text.format(**line) for text in columns.values()] for line in lines]
