@@ -198,15 +198,15 @@ def test_the_printed_command_passes_doctor(lengths_file: Path, tmp_path: Path) -
 
 
 def test_what_the_script_refuses_is_not_compared(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    giants = [lengths_file, *BATCH, "--model", "Qwen3-8B"]
-    assert compare(*giants) == 0
+    with_dominant = [lengths_file, *BATCH, "--model", "Qwen3-8B"]
+    assert compare(*with_dominant) == 0
     assert "\ndynamic-cp " in capsys.readouterr().out
     for flags in (["--multi-latent-attention"], ["--cp-comm-type", "a2a"], ["--mtp-num-layers=1"]):
-        assert compare(*giants, "--", *flags) == 0
+        assert compare(*with_dominant, "--", *flags) == 0
         printed = capsys.readouterr().out
         assert "Note: dynamic-cp is not compared: " in printed
         assert "\ndynamic-cp " not in printed
-    assert compare(*giants, "--", "--hybrid-context-parallel") == 0
+    assert compare(*with_dominant, "--", "--hybrid-context-parallel") == 0
     printed = capsys.readouterr().out
     assert "Leave balancing off" in printed
     assert "balance-data is not compared: --hybrid-context-parallel is set" in printed

@@ -58,8 +58,8 @@ def dominant(longest: int) -> Callable[[np.random.Generator, int], NDArray[np.in
 
     def draw(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
         lengths = lognormal(longest // 4)(generator, count)
-        num_giants = count // 64
-        lengths[:num_giants] = generator.integers(longest // 4, longest + 1, num_giants)
+        num_dominant = count // 64
+        lengths[:num_dominant] = generator.integers(longest // 4, longest + 1, num_dominant)
         return generator.permutation(lengths)
 
     return draw

@@ -143,6 +143,6 @@ def longest_first(batch: Batch, num_microbatches: int) -> Ints | None:
         room[rank, slot] -= batch.weights[sample]
     order = np.argsort(np.argsort(loads, axis=1, kind="stable"), axis=1, kind="stable")
     position = np.concatenate([np.arange(num_microbatches)[::2], np.arange(num_microbatches)[1::2][::-1]])
-    mountain = np.argsort(position)[order]  # small ones at both ends
+    organ_pipe = np.argsort(position)[order]  # small ones at both ends
     rank, slot = np.divmod(microbatch_of, num_microbatches)
-    return rank * num_microbatches + mountain[rank, slot]
+    return rank * num_microbatches + organ_pipe[rank, slot]

@@ -180,7 +180,7 @@ def _cells() -> Iterator[Cell]:
     ):
         name = f"experts DP{topology.dp_size} EP{topology.ep_size} {lengths}"
         yield Cell(name, "experts", topology, lengths, count, cost_model=EXPERTS)
-    # Here the bound is at fault, by up to a fifth, and not the plan: beside a giant the cap leaves room for cheaper
+    # The bound is at fault here, by up to a fifth, not the plan: beside a dominant sample the cap has room for cheaper
     # work only, and all that joins its expert group delays its row. Seven million steps of annealing gain 0.6 %.
     topology = Topology(16, ep_size=4, fully_sharded=True)
     yield Cell("experts fully sharded DP16 EP4 pareto", "experts", topology, "pareto", 256, EXPERTS)

@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def expert_span(self) -> int:
-        """Neighbouring data-parallel ranks of one expert-parallel group; leaves with dynamic context parallelism."""
+        """Neighbouring data-parallel ranks, DP×CP ranks with dynamic sizes, of one expert-parallel group."""
         ranks = self.topology
         cp_size, num_ranks = (1, ranks.dp_size * ranks.cp_size) if ranks.dynamic_cp else (ranks.cp_size, ranks.dp_size)
         span = -(-ranks.etp_size * ranks.ep_size // (ranks.tp_size * cp_size))
@@ -122,14 +122,14 @@ class Batch:
         times = []
         for first in range(0, len(grid), span):
             group, slots = num_ranks[first : first + span], range(len(grid[first]))
-            heights = [
+            loads = [
                 max(encoder[rank][slot] for rank in group)
                 + max(grid[rank][slot] - encoder[rank][slot] for rank in group)
                 for slot in slots
             ]
             stages = self.topology.pp_size if self.is_makespan else 1
             chunks, group = self.topology.vpp_size, self.topology.microbatch_multiple
-            times.append(makespan(heights, stages=stages, chunks=chunks, group=group))
+            times.append(makespan(loads, stages=stages, chunks=chunks, group=group))
         return max(times)
 
     def least_time(self) -> int:

@@ -112,10 +112,10 @@ def test_one_sample_heavier_than_the_mean_rank_sets_the_floor():
 
 
 def test_nothing_beside_a_giant_makes_up_for_the_other_rank():
-    # Two ranks that meet: beside the giant the other rank holds at most 60 tokens.
+    # Two ranks that meet: beside the dominant sample the other rank holds at most 60 tokens.
     model, topology = CostModel(linear=1, quadratic=1), Topology(2, fully_sharded=True)
     schedule = plan([60] + [1] * 300, cost_model=model, topology=topology, limits=Limits(60), objective="microbatch")
-    # The giant costs 60 + 60**2; sixty ones cost 120. The slot loses the difference, whatever joins it.
+    # The dominant sample costs 60 + 60**2; sixty ones cost 120. The slot loses the difference, whatever joins it.
     assert schedule.lower_bound == -(-(3660 + 600 + 3660 - 120) // 2)
 
 

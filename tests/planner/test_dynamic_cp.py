@@ -52,14 +52,14 @@ def fixed_cost(schedule):
 
 
 def expert_shares(schedule):
-    """`[slot][leaf]` even share of the experts' work of a leaf's expert-parallel group, in the schedule's units."""
+    """`[slot][dp_cp_rank]` even share of the work of a DP×CP rank's expert-parallel group, in the schedule's units."""
     batch, dp_cp_size = Batch.of(schedule), len(schedule.ranks)
 
-    def work(leaf, slot):
-        if batch.expert_span == 1 or slot >= len(schedule.ranks[leaf]):
+    def work(dp_cp_rank, slot):
+        if batch.expert_span == 1 or slot >= len(schedule.ranks[dp_cp_rank]):
             return 0
-        size = schedule.cp_sizes[leaf][slot]
-        tokens = (batch.padded(int(schedule.lengths[sample]), size) for sample in schedule.ranks[leaf][slot])
+        size = schedule.cp_sizes[dp_cp_rank][slot]
+        tokens = (batch.padded(int(schedule.lengths[sample]), size) for sample in schedule.ranks[dp_cp_rank][slot])
         costs = (schedule.cost_model.expert_linear * padded for padded in tokens)
         return -(-sum(max(cost >> batch_of(schedule).shift, 1) if cost else 0 for cost in costs) // size)
 
@@ -67,15 +67,15 @@ def expert_shares(schedule):
     for slot, of_slot in enumerate(shares):
         for first in range(0, dp_cp_size, batch.expert_span):
             group = range(first, min(first + batch.expert_span, dp_cp_size))
-            share = -(-sum(work(leaf, slot) for leaf in group) // len(group))
+            share = -(-sum(work(dp_cp_rank, slot) for dp_cp_rank in group) // len(group))
             of_slot[group.start : group.stop] = [share] * len(group)
     return shares
 
 
 def execute(schedule, *, all_meet):
-    """Runs every leaf's slots in order: a group starts when all its leaves have come to it. Returns the time.
+    """Runs the slots of every DP×CP rank in order: a group starts when all its ranks have come to it. Returns the time.
 
-    `ranks` and `cp_sizes` alone are read of the plan; `all_meet`: all leaves meet before every slot.
+    `ranks` and `cp_sizes` alone are read of the plan; `all_meet`: all ranks meet before every slot.
     """
     ranks, sizes, shares = schedule.ranks, schedule.cp_sizes, expert_shares(schedule)
     clock, position = [0] * len(ranks), [0] * len(ranks)
@@ -85,16 +85,16 @@ def execute(schedule, *, all_meet):
             assert len(set(position)) == 1
             clock = [max(clock)] * len(ranks)
         started = []
-        for leaf in range(len(ranks)):
-            slot = position[leaf]
-            if slot == len(ranks[leaf]) or leaf % sizes[leaf][slot]:
+        for dp_cp_rank in range(len(ranks)):
+            slot = position[dp_cp_rank]
+            if slot == len(ranks[dp_cp_rank]) or dp_cp_rank % sizes[dp_cp_rank][slot]:
                 continue
-            members = range(leaf, leaf + sizes[leaf][slot])
+            members = range(dp_cp_rank, dp_cp_rank + sizes[dp_cp_rank][slot])
             ready = [position[member] < len(ranks[member]) for member in members]
             if not all(ready):
                 continue
             coming = {(ranks[member][position[member]], sizes[member][position[member]]) for member in members}
-            if coming == {(ranks[leaf][slot], sizes[leaf][slot])}:
+            if coming == {(ranks[dp_cp_rank][slot], sizes[dp_cp_rank][slot])}:
                 started.append(members)
         assert started, "ranks wait for one another in a circle"
         for members in started:
@@ -160,7 +160,7 @@ def check_plan(lengths, topology, cap, *, cost_model, objective):
         assert schedule.predicted_cost <= per_gpu(together, topology, is_makespan=True)
         assert schedule.predicted_cost >= per_gpu((units - 1) * unit, topology) or schedule.objective != "step"
     elif schedule.objective == "step" and topology.ep_dp_size > 1:
-        # Leaves of different expert-parallel groups reach a micro-batch that they share at different times.
+        # Ranks of different expert-parallel groups reach a micro-batch that they share at different times.
         assert schedule.predicted_cost <= time
     else:
         assert schedule.predicted_cost == time
@@ -187,7 +187,7 @@ def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
 
 
 def test_two_that_take_two_ranks_each_follow_one_another_on_three():
-    # Blocks of two stand on leaves 0 and 1 alone.
+    # Blocks of two are on DP×CP ranks 0 and 1 alone.
     topology = Topology(3, dynamic_cp=True)
     schedule = plan([80, 80], topology=topology, cost_model=CostModel.tokens(), cap=40, objective="step").check()
     assert schedule.lower_bound == schedule.predicted_cost == 80
@@ -241,15 +241,15 @@ def test_options_that_bind_samples_to_ranks_are_refused_by_name(options, named):
 def test_a_sample_is_sent_to_all_ranks_that_share_it():
     schedule = plan([512, 6, 5], topology=Topology(2, cp_size=2, dynamic_cp=True), cap=128)
     for cp_rank in range(2):
-        lane = schedule.ranks[cp_rank::2]
-        wanted = sorted((sample, rank) for rank, slots in enumerate(lane) for ids in slots for sample in ids)
+        dp_slots = schedule.ranks[cp_rank::2]
+        wanted = sorted((sample, rank) for rank, slots in enumerate(dp_slots) for ids in slots for sample in ids)
         assert list(zip(*map(list, schedule.copies(cp_rank=cp_rank)), strict=True)) == wanted
     assert schedule.destinations()[0] == 0
 
 
-def sizes_with(schedule, leaf, slot, size):
+def sizes_with(schedule, dp_cp_rank, slot, size):
     grid = schedule.cp_size_grid.copy()
-    grid[leaf, slot] = size
+    grid[dp_cp_rank, slot] = size
     return {"cp_size_grid": grid}
 
 
@@ -257,7 +257,7 @@ def test_broken_plans_are_named():
     lengths = [900, 900, 400, 400, 300, 200, 200, 100]
     schedule = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True), objective="step").check()
     predicted = schedule.predicted_cost
-    # Leaves 0 and 1 share both of their slots, leaves 2 and 3 their first two.
+    # DP×CP ranks 0 and 1 share both of their slots, 2 and 3 their first two.
     assert schedule.cp_sizes == ((2, 2), (2, 2), (2, 2, 1), (2, 2, 1))
     on_another_leaf = np.where(schedule.microbatch_of == 0, schedule.num_microbatches, schedule.microbatch_of)
     for invariant, changes in (

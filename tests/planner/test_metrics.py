@@ -53,7 +53,7 @@ def test_waiting_beside_a_giant_that_no_plan_removes(ranks, share):
         lengths, cost_model=TOKENS, topology=Topology(4, dynamic_cp=True, **ranks), limits=Limits(1200)
     ).metrics()
     assert sizes.unavoidable_waiting < metrics.unavoidable_waiting / 2, "larger sizes remove it"
-    assert sizes.single_sample_floor == 1, "at its cheapest size the giant takes a part of every rank"
+    assert sizes.single_sample_floor == 1, "at its cheapest size the dominant sample takes a part of every rank"
 
 
 def test_an_assignment_may_be_ragged_and_over_the_cap():

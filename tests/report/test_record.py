@@ -71,7 +71,7 @@ def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
     [
         # A sample of 4 tokens waits for what its two ranks exchange, one of 200 hides it.
         (2, CostModel(linear=10, quadratic=1, cp_exchange=100), [4, 200], [[10 * 4 + 100 * 4], [10 * 200 + 200**2]]),
-        # Two leaves share a sample, and pay a micro-batch's fixed cost each.
+        # Two DP×CP ranks share a sample, and pay a micro-batch's fixed cost each.
         (
             1,
             CostModel(linear=8, quadratic=2, per_microbatch=6),

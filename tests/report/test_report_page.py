@@ -165,7 +165,7 @@ def test_the_trace_holds_every_micro_batch_with_its_samples(info: Any, measured:
     steps = write_record(tmp_path / "record", info, num_steps=3, measured=measured)
     page, events = report(tmp_path, tmp_path / "record")
     assert ("measured</th>" in page) == ('id="fit"' in page) == measured
-    if info is DYNAMIC:  # stock runs on the leaves of its ranks
+    if info is DYNAMIC:  # stock runs on the DP×CP ranks
         assert '"sizes":[' in page
         assert "data- and context-parallel ranks" in page
         assert float(re.findall(r"(\d\.\d\d)×", page)[0]) > 1.1
