@@ -35,7 +35,7 @@ from megatron_balance.mcore.pipeline_shapes import PipelineShapes, planned_shape
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.loss_weights import router_loss_scale, token_weights, with_weights
-from megatron_balance.mcore.step.packs import BalancedStep, Microbatch, Slots, StepTotals
+from megatron_balance.mcore.step.packs import BalancedStep, Microbatch, StepTotals
 from megatron_balance.mcore.step.planner import StepPlanner
 from megatron_balance.mcore.step.prefetcher import StepPrefetcher
 from megatron_balance.mcore.watch import Watch, warn_of_oversized
@@ -265,23 +265,12 @@ class BalancedForwardBackward:
                     stack.enter_context(observer.timed(slot))
                 if slots.loss_weights is None:
                     return run(data_iterator, model, *rest, **keywords)
-                weights = functools.cache(functools.partial(self._token_weights, slots, slot))
+                weights = functools.cache(functools.partial(token_weights, slots, slot, topology=settings.topology))
                 stack.enter_context(patched_attrs(self, token_weights=weights))
                 output, loss_func = run(data_iterator, model, *rest, **keywords)
                 return output, loss_func and with_weights(loss_func, weights)
 
         return forward_step
-
-    def _token_weights(self, slots: Slots, slot: int) -> torch.Tensor:
-        assert slots.loss_weights is not None, "this step has weights"
-        cp_size = slots.cp_sizes[slot]
-        return token_weights(
-            slots.loss_weights[slot],
-            lengths=slots.sequence_lengths[slot],
-            num_tokens=slots.num_tokens[slot],
-            token_multiple=self._settings.topology.with_cp_size(cp_size).token_multiple,
-            cp_size=cp_size,
-        )
 
 
 def _identity(chunk: Any) -> int:

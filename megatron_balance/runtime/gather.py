@@ -100,18 +100,16 @@ def gather_sample_lengths(
     group: dist.ProcessGroup,
     error: str | None = None,
     counts_images: bool = False,
-    sample_values: NDArray[np.int64] | None = None,
     header: Header = Header(),
     device: Device = "cpu",
 ) -> GatheredLengths:
     """Gather the lengths of all ranks' samples, and check that they go together.
 
     Args:
-        samples: of this rank; may be empty.
+        samples: of this rank; may be empty. `Samples.values` are given on every rank or on none.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         error: in this rank's data. It is raised here, on every rank.
         counts_images: whether `image_patches` counts patches, on every rank or on none.
-        sample_values: `[num_local_samples, k]`, numbers that travel along, on every rank or on none.
         header: of this rank, in a run of steps.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -134,7 +132,7 @@ def gather_sample_lengths(
         schema=columns.schema,
         error=error,
         image_patches=patches,
-        sample_values=sample_values,
+        sample_values=columns.values,
         header=header,
         device=device,
     )

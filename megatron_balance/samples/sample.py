@@ -186,12 +186,14 @@ class SampleSchema:
 class Samples:
     """The samples of a step in columns, key → its tensor of each sample: a few calls a key, however many there are.
 
-    `schema` is None only where there are none; `lengths` are int64 `[num_samples]`, tokens.
+    `schema` is None only where there are none; `lengths` are int64 `[num_samples]`, tokens; `values`, int64
+    `[num_samples, k]`, are numbers of each that every rank gets with its length.
     """
 
     schema: SampleSchema | None
     columns: Mapping[str, Sequence[Tensor]]
     lengths: NDArray[np.int64]
+    values: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return self.lengths.size

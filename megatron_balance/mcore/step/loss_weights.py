@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,24 +24,25 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
+from megatron_balance.mcore.step.packs import Slots
+from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.samples.sample import Samples
+from megatron_balance.topology import Topology
 
 MICROBATCH, SAMPLE = "micro-batch", "sample"
 
 
-def loss_values(samples: Samples, *, item_counts: Sequence[int], weighting: str) -> NDArray[np.int64]:
-    """Learned tokens of each sample, and its unit on this rank or the bits of its weight: `[num_samples, 2]`.
-
-    `item_counts` are the samples of each item that was loaded.
-    """
+def joined(parts: Sequence[Samples], *, weighting: str) -> Samples:
+    """The samples of a step's items; their values are learned tokens, and the unit or the bits of a weight."""
+    samples = Samples.joined(parts)
     kinds = {key.name: key.kind for key in samples.schema.keys} if samples.schema is not None else {}
     if kinds and kinds.get("loss_mask") != "per_token":
         raise BalanceError("--balance-loss-weighting counts tokens by loss_mask, which the data does not have.")
     counts = [int(mask.sum()) for mask in samples.columns.get("loss_mask", ())]
-    units = np.repeat(np.arange(len(item_counts)), item_counts)
-    if weighting == SAMPLE:
-        units = np.arange(len(samples))
-    elif weighting != MICROBATCH and kinds:
+    units = np.arange(len(samples))
+    if weighting == MICROBATCH:
+        units = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+    elif weighting != SAMPLE and kinds:
         if kinds.get(weighting) != "per_sample" or any(value.numel() != 1 for value in samples.columns[weighting]):
             raise BalanceError(
                 f"--balance-loss-weighting is {weighting!r}: it must be token, micro-batch, sample, or a key of the "
@@ -48,31 +50,34 @@ def loss_values(samples: Samples, *, item_counts: Sequence[int], weighting: str)
             )
         column = np.array([value.item() for value in samples.columns[weighting]])
         units = column.astype(np.float64).view(np.int64) if column.dtype.kind == "f" else column.astype(np.int64)
-    return np.stack([np.array(counts, dtype=np.int64), units], axis=1)
+    return replace(samples, values=np.stack([np.array(counts, dtype=np.int64), units], axis=1))
 
 
 def loss_weights(
-    values: NDArray[np.int64], *, home_ranks: NDArray[np.int64], weighting: str, num_microbatches: int, is_float: bool
-) -> NDArray[np.float64]:
-    """The weight of every sample of a step, from the values of all ranks; `num_microbatches` of all were loaded."""
-    num_tokens, units = values.T
-    if is_float:
+    gathered: GatheredLengths, *, weighting: str | None, num_microbatches: int
+) -> NDArray[np.float64] | None:
+    """The weight of every sample of a step, of which all ranks loaded `num_microbatches`; None where tokens count."""
+    if weighting is None or gathered.sample_values is None or gathered.schema is None:
+        return None
+    num_tokens, units = gathered.sample_values.T
+    if any(key.name == weighting and key.dtype.is_floating_point for key in gathered.schema.keys):
         return np.ascontiguousarray(units).view(np.float64)
-    keys = np.stack([home_ranks if weighting in (MICROBATCH, SAMPLE) else np.zeros_like(units), units])
-    unit_of = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
-    num_units = num_microbatches if weighting == MICROBATCH else int(unit_of.max(initial=-1)) + 1
-    unit_tokens = np.bincount(unit_of, weights=num_tokens, minlength=1)[unit_of]
-    return num_tokens.sum() / (np.maximum(unit_tokens, 1) * max(num_units, 1))
+    ranks = gathered.home_ranks if weighting in (MICROBATCH, SAMPLE) else np.zeros_like(units)
+    unit_of = np.unique(np.stack([ranks, units]), axis=1, return_inverse=True)[1].reshape(-1)
+    num_units = num_microbatches if weighting == MICROBATCH else int(unit_of.max()) + 1
+    unit_tokens = np.bincount(unit_of, weights=num_tokens)[unit_of]
+    return num_tokens.sum() / (np.maximum(unit_tokens, 1) * num_units)
 
 
-def token_weights(
-    weights: Sequence[float], *, lengths: Sequence[int], num_tokens: int, token_multiple: int, cp_size: int
-) -> Tensor:
+def token_weights(slots: Slots, slot: int, *, topology: Topology) -> Tensor:
     """Weights of the tokens of a micro-batch on each of its context-parallel ranks, 0 for filler."""
+    assert slots.loss_weights is not None, "this step has weights"
     # Each rank holds two chunks of every padded sequence, or the whole one.
-    widths = -(-np.array(lengths, dtype=np.int64) // token_multiple) * token_multiple // cp_size
-    values = np.zeros(num_tokens // cp_size, dtype=np.float32)
-    values[: widths.sum()] = np.repeat(weights, widths)
+    cp_size, lengths = slots.cp_sizes[slot], np.array(slots.sequence_lengths[slot], dtype=np.int64)
+    multiple = topology.with_cp_size(cp_size).token_multiple
+    widths = -(-lengths // multiple) * multiple // cp_size
+    values = np.zeros(slots.num_tokens[slot] // cp_size, dtype=np.float32)
+    values[: widths.sum()] = np.repeat(slots.loss_weights[slot], widths)
     return torch.from_numpy(values)
 
 
@@ -129,9 +134,9 @@ def router_loss_scale(num_learned: int, *, num_tokens: int, model: Any) -> Itera
             stock = getattr(config, "moe_grad_scale_func", None) or config.grad_scale_func
 
             def scale(stock: Any = stock, takes_loss: bool = stock is config.grad_scale_func) -> Tensor:
-                one = torch.tensor(1.0)  # without dimensions it goes with a scale on any device
-                value = one if stock is None else stock(one) if takes_loss else stock()
-                return value * (num_learned / max(num_tokens, 1))
+                fraction = torch.tensor(num_learned / max(num_tokens, 1))  # 0-d: it goes with scales on any device
+                scaled = fraction if stock is None else stock(fraction) if takes_loss else stock() * fraction
+                return scaled.reshape(1)
 
             stack.enter_context(patched_attrs(config, moe_grad_scale_func=scale))
         yield

@@ -10,6 +10,7 @@ packed; the plan depends on gathered lengths and flags alone; no step is returne
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.step.figures import figures_of
-from megatron_balance.mcore.step.loss_weights import loss_values, loss_weights
+from megatron_balance.mcore.step.loss_weights import joined, loss_weights
 from megatron_balance.mcore.step.packs import BalancedStep, StepTotals, checksum, pack, slots_of_replica
 from megatron_balance.mcore.step.plan_process import PlanProcess
 from megatron_balance.planner import DataSchedule, Images
@@ -123,16 +123,15 @@ class StepPlanner:
         started = time.perf_counter()
         group, dynamic = self._dp_group, self.topology.dynamic_cp
         assert group is not None, "this rank loads data"
-        loaded = self._samples(fetched, num_items=num_items)
-        failure = loaded if isinstance(loaded, Failure) else None
-        samples, values = (Samples.of([]), np.zeros((0, 2), np.int64)) if isinstance(loaded, Failure) else loaded
+        samples = self._samples(fetched, num_items=num_items)
+        failure = samples if isinstance(samples, Failure) else None
+        samples = Samples.of([]) if isinstance(samples, Failure) else samples
         try:
             gathered = gather_sample_lengths(
                 samples,
                 group=group,
                 error=None if failure is None else failure.text,
                 counts_images=self._counts_images,
-                sample_values=None if self._weighting is None else values,
                 header=Header(
                     self._compared,
                     number,
@@ -155,7 +154,9 @@ class StepPlanner:
             schedule,
             dp_rank=self.dp_rank,
             shape_bucket=self.settings.shape_bucket,
-            loss_weights=self._loss_weights(gathered, num_items=num_items),
+            loss_weights=loss_weights(
+                gathered, weighting=self._weighting, num_microbatches=num_items * self.topology.dp_size
+            ),
         )
         if step_tokens > schedule.lengths.sum():  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
@@ -198,23 +199,12 @@ class StepPlanner:
             number=number,
         )
 
-    def _samples(self, fetched: Fetched, *, num_items: int) -> tuple[Samples, NDArray[np.int64]] | Failure:
-        """Those of this rank with their `loss_values`, or why it has none."""
+    def _samples(self, fetched: Fetched, *, num_items: int) -> Samples | Failure:
+        """Those of this rank, or why it has none."""
         if fetched.ended:
             ended = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
             return Failure(BalanceError(ended))
         return fetched.failure or split_items(fetched.items, unpad=self.settings.unpad, weighting=self._weighting)
-
-    def _loss_weights(self, gathered: GatheredLengths, *, num_items: int) -> NDArray[np.float64] | None:
-        if self._weighting is None or gathered.sample_values is None or gathered.schema is None:
-            return None
-        return loss_weights(
-            gathered.sample_values,
-            home_ranks=gathered.home_ranks,
-            weighting=self._weighting,
-            num_microbatches=num_items * self.topology.dp_size,
-            is_float=any(key.name == self._weighting and key.dtype.is_floating_point for key in gathered.schema.keys),
-        )
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         return self.plans.plan(
@@ -232,24 +222,15 @@ class StepPlanner:
         )
 
 
-def split_items(
-    items: Sequence[Any], *, unpad: int | str | None, weighting: str | None
-) -> tuple[Samples, NDArray[np.int64]] | Failure:
-    """The samples of a step's items on the CPU with their `loss_values`, or a failure that names the item."""
+def split_items(items: Sequence[Any], *, unpad: int | str | None, weighting: str | None) -> Samples | Failure:
+    """The samples of a step's items on the CPU, with their `loss_values`; or a failure that names the item."""
     parts: list[Samples] = []
     for index, item in enumerate(items):
         part = attempt(_split, item, unpad=unpad)
         if isinstance(part, Failure):
             return replace(part, during=f"item {index} of this step")
         parts.append(part)
-
-    def join() -> tuple[Samples, NDArray[np.int64]]:
-        samples, values = Samples.joined(parts), np.zeros((0, 2), np.int64)
-        if weighting is not None:
-            values = loss_values(samples, item_counts=[*map(len, parts)], weighting=weighting)
-        return samples, values
-
-    return attempt(join)
+    return attempt(Samples.joined if weighting is None else functools.partial(joined, weighting=weighting), parts)
 
 
 def _split(item: Any, *, unpad: int | str | None) -> Samples:
