@@ -18,7 +18,7 @@ from typing import Any
 from training_run import ALLOWANCES
 
 from benchmarks.dynamic_cp.dev_scheduler import CHECKOUT, load_scheduler
-from benchmarks.dynamic_cp.gain import measure_gain
+from benchmarks.dynamic_cp.gain import FAMILIES, measure_gain, measure_models
 from benchmarks.dynamic_cp.measure import measure_cell, measure_time
 from benchmarks.dynamic_cp.setups import EXCHANGES, OBJECTIVES, QUICK_SETUPS, SETUPS, TIMED_SETUPS, batches
 from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
@@ -36,21 +36,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gain", action="store_true", help="train and measure step times, instead of planning")
     parser.add_argument("--rounds", type=int, default=8, help="of --gain: steps of each policy that count (default: 8)")
     parser.add_argument("--steps", type=int, default=6, help="of --gain: steps of each run by itself (default: 6)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[],
+        choices=FAMILIES,
+        help="of --gain: train small models of these families instead",
+    )
     add_length_options(parser)
 
 
 def measure(args: argparse.Namespace) -> Measured:
     """Plans, or trains."""
     known = published("dynamic_cp")
-    figures = {part: known[part] for part in ("plans", "gain") if part in known}
+    figures = {part: known[part] for part in ("plans", "gain", "models") if part in known}
     if not args.gain:
         figures["plans"], raw = _plans(args)
         return Measured(
             figures, raw=raw, problems=["a plan breaks the cap"] if figures["plans"]["num_over_cap"] else []
         )
-    raw = measure_gain(rounds=args.rounds, steps=args.steps)
-    figures["gain"] = _summed(raw)
-    off = max(row["loss_difference"] for row in raw["policies"].values())
+    if args.models:
+        figures["models"] = raw = rows = measure_models(args.models, steps=args.steps)
+    else:
+        raw = measure_gain(rounds=args.rounds, steps=args.steps)
+        figures["gain"], rows = _summed(raw), raw["policies"]
+    off = max(row["loss_difference"] for row in rows.values())
     return Measured(
         figures, raw=raw, problems=[f"a loss differs by {off:.1e}"] if off > ALLOWANCES["fp32"].loss else []
     )
@@ -139,6 +149,7 @@ def _summed(raw: Mapping[str, Any]) -> dict[str, Any]:
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
     parts = [_gain_text(figures["gain"])] if "gain" in figures else []
+    parts += [_models_text(figures["models"])] if "models" in figures else []
     return "\n\n".join(parts + ([_plans_text(figures["plans"])] if "plans" in figures else []))
 
 
@@ -174,6 +185,26 @@ that were not fitted.
             rows,
         )
     }"""
+
+
+def _models_text(models: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            f"{row['CP2']:.3f}",
+            f"{row['dynamic']:.3f}",
+            f"{row['CP2'] / row['dynamic']:.2f}×",
+            ", ".join(map(str, row["sizes"])),
+            f"{row['loss_difference']:.1e}",
+        )
+        for name, row in models.items()
+    ]
+    return f"""### Families
+
+Small models of these families on the same ranks and data, with stand-ins for kernels that need a GPU, planned by FLOPs,
+in runs of their own; CPU seconds of the busiest rank, medians.
+
+{table("model | CPU s at CP2 | dynamic | dynamic is faster | sizes that ran | loss off by", rows)}"""
 
 
 def _plans_text(plans: Mapping[str, Any]) -> str:

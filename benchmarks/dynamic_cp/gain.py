@@ -8,9 +8,11 @@ predict the gain.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ from training_run import ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, largest_diff
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.topology import Limits, Topology
+from tests.training.table import FAMILIES
 
 NUM_RANKS = 4
 GLOBAL_BATCH_SIZE = 32
@@ -39,6 +42,10 @@ SHAPE_FLAGS = (
 )
 STATIC = {"CP4": "--context-parallel-size 4", "CP2": "--context-parallel-size 2"}
 DYNAMIC = "--context-parallel-size 2 --balance-dynamic-cp"
+HEADS = "--linear-num-key-heads 4 --linear-num-value-heads 8"
+"""Of delta nets in --models, for sizes up to 4."""
+
+FAMILY = ROOT / "benchmarks" / "dynamic_cp" / "family.py"
 TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
 
 
@@ -50,16 +57,7 @@ def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
     num_turns = len(POLICIES) * (WARM_UP_ROUNDS + rounds)
     write_data(work / "data.jsonl", num_steps=max(num_turns, steps))
 
-    def run(name: str, flags: str, *, num_steps: int, script: Path = RECORD_STEPS) -> Recorded:
-        sys.stderr.write(f"{name}: {num_steps} steps\n")
-        common = (
-            f"{SHAPE_FLAGS} --seq-length {LONG} --max-position-embeddings {LONG} --seed {SEED} "
-            f"--train-iters {num_steps} --global-batch-size {GLOBAL_BATCH_SIZE} --data-path {work / 'data.jsonl'} "
-            f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP} --balance-data --balance-by-flops "
-            f"{flags}"
-        )
-        return train(work / name, common.split(), num_ranks=NUM_RANKS, script=script, timeout_seconds=1800)
-
+    run = functools.partial(_train, work)
     seconds = work / "seconds.json"
     run("recorded", f"{DYNAMIC} --balance-record {work / 'record'}", num_steps=steps)
     calibration = fitted(work / "record", out=seconds)
@@ -70,6 +68,55 @@ def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
         "policies": {name: figures(name, turns=turns, alone=alone[name], calibration=calibration) for name in POLICIES},
         "calibration": {"held_out_error": calibration.held_out_error},
     }
+
+
+def measure_models(names: Sequence[str], *, steps: int) -> dict[str, dict[str, Any]]:
+    """Trains small models of these families at context-parallel size 2 and with several, planned by FLOPs."""
+    work = ROOT / "build" / "bench" / "dynamic_cp_models"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    write_data(work / "data.jsonl", num_steps=steps)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in names:
+        runs = {
+            policy: _train(
+                work,
+                f"{name}_{policy}",
+                f"{FAMILIES[name]} {HEADS} {flags}",
+                num_steps=steps,
+                environment={"TRAINING_SCRIPT": str(FAMILY)},
+            )
+            for policy, flags in (("CP2", STATIC["CP2"]), ("dynamic", DYNAMIC))
+        }
+        counted = {policy: list(zip(*run.ranks, strict=True))[WARM_UP_ROUNDS:] for policy, run in runs.items()}
+        rows[name] = {
+            policy: statistics.median(max(rank["cpu_seconds"] for rank in step) for step in steps_of_policy)
+            for policy, steps_of_policy in counted.items()
+        } | {
+            "sizes": sorted({size for step in counted["dynamic"] for rank in step for size in rank["cp_sizes"]}),
+            "loss_difference": largest_difference(runs["dynamic"], reference=runs["CP2"], key="lm_loss"),
+        }
+    return rows
+
+
+def _train(
+    work: Path,
+    name: str,
+    flags: str,
+    *,
+    num_steps: int,
+    script: Path = RECORD_STEPS,
+    environment: Mapping[str, str] | None = None,
+) -> Recorded:
+    sys.stderr.write(f"{name}: {num_steps} steps\n")
+    common = (
+        f"{SHAPE_FLAGS} --seq-length {LONG} --max-position-embeddings {LONG} --seed {SEED} "
+        f"--train-iters {num_steps} --global-batch-size {GLOBAL_BATCH_SIZE} --data-path {work / 'data.jsonl'} "
+        f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP} --balance-data --balance-by-flops "
+        f"{flags}"
+    )
+    ranks: Any = {"num_ranks": NUM_RANKS, "script": script, "environment": environment, "timeout_seconds": 1800}
+    return train(work / name, common.split(), **ranks)
 
 
 def fitted(record: Path, *, out: Path) -> Calibration:

@@ -167,7 +167,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         args.vocab_size = args.vocab_size or 1  # in a run the tokenizer sets it
         args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         try:
-            topology = topology_of(options)
+            topology = topology_of(options, shape=lambda: ModelShape.from_megatron_args(args))
             num_files = files_needed(topology.num_sockets)
             yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {num_files}")
             costs = run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))

@@ -251,7 +251,9 @@ class BalancedForwardBackward:
             cp_size = slots.cp_sizes[slot]
             run = forward_step_func
             if self.context is not None:
-                run = functools.partial(self.context.forward_step, forward_step_func, size=cp_size)
+                run = functools.partial(
+                    self.context.forward_step, forward_step_func, size=cp_size, num_tokens=slots.num_tokens[slot]
+                )
             with contextlib.ExitStack() as stack:
                 # Tensor-parallel ranks allocate receive buffers by these, and MoE layers view activations by them.
                 shape = {"seq_length": slots.num_tokens[slot], "micro_batch_size": 1, "context_parallel_size": cp_size}

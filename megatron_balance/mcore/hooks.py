@@ -23,8 +23,10 @@ from megatron_balance.hooking import (
     hooks_of_release,
     install_hooks,
     is_off,
+    patched_attrs,
     quiet_imports,
 )
+from megatron_balance.mcore import sequence_mixers
 from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
 from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
@@ -119,20 +121,31 @@ def _in_own_group(group_of: Callable[[CpGroups, Any, Any], AbstractContextManage
     return forward_in_group
 
 
+def _switched(switch: Callable[[Any, Any], AbstractContextManager[None]]) -> Callable[[Function], Function]:
+    """A module's forward, which reads the group of its micro-batch by `switch` (sequence_mixers.py)."""
+
+    def group_of(groups: CpGroups, module: Any, params: Any) -> AbstractContextManager[None]:
+        group = groups.group_of(params)
+        return contextlib.nullcontext() if group is None else switch(module, group)
+
+    return _while_balancing(_in_own_group(group_of))
+
+
+def _latent_tensors(run: Run, get: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
+    """They assert that params name no size; the module reads the group of the micro-batch by now."""
+    call = inspect.signature(get).bind(attention, *positional, **keywords)
+    params = call.arguments.get("packed_seq_params")
+    with (
+        contextlib.nullcontext() if run.context is None or params is None else patched_attrs(params, local_cp_size=None)
+    ):
+        return get(*call.args, **call.kwargs)
+
+
 def _mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
-    params = keywords.get("packed_seq_params")
-    if params is not None:
-        shards = mixer.tp_group.size() if mixer.config.sequence_parallel else 1
-        num_tokens = states.shape[0] * shards * mixer.cp.cp_size
-        seq_idx = getattr(params, "seq_idx", None)
-        if seq_idx is None or seq_idx.shape[-1] != num_tokens:
-            bounds = "none" if seq_idx is None else f"of {seq_idx.shape[-1]} tokens"
-            raise BalanceError(
-                f"PackedSeqParams.seq_idx is {bounds} for a micro-batch of {num_tokens} tokens: a Mamba layer "
-                "would pass its state from one sequence to the next. Give PackedSeqParams total_tokens, the tokens "
-                "of the micro-batch over all context-parallel ranks, or make it by mcore.packed_seq_params."
-            )
-    return forward(mixer, states, *positional, **keywords)
+    group = None if run.context is None else run.context.group_of(keywords.get("packed_seq_params"))
+    with contextlib.nullcontext() if group is None else sequence_mixers.mamba(mixer, group):
+        sequence_mixers.check_sequence_bounds(mixer, states, keywords.get("packed_seq_params"))
+        return forward(mixer, states, *positional, **keywords)
 
 
 def _apply_expert_bias(run: Run, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
@@ -162,12 +175,34 @@ def _build_schedule_plan(run: Run, build: Function, model: Any, *positional: Any
     return build(model, *positional, **{"packed_seq_params": run.packed_params, **keywords})
 
 
-def _weigh_predictions(run: Run, process: Function, *positional: Any, **keywords: Any) -> Any:
-    """Weigh the losses of multi-token prediction as those of the next token."""
+def _prediction_losses(run: Run, process: Function, *positional: Any, **keywords: Any) -> Any:
+    """Weigh the losses of multi-token prediction as those of the next token, in the group of their micro-batch."""
     if (weights := run.token_weights) is not None:
         losses_of = keywords["compute_language_model_loss"]
         keywords["compute_language_model_loss"] = lambda *inputs: weigh(losses_of(*inputs), weights())
-    return process(*positional, **keywords)
+    if run.context is None or (group := run.context.group_of(keywords.get("packed_seq_params"))) is None:
+        return process(*positional, **keywords)
+    with run.context.weighing_logged_means(group.size()):
+        return process(*positional, **keywords | {"cp_group": group})
+
+
+def _save_prediction_loss(run: Run, save: Function, loss: Any, *positional: Any, **keywords: Any) -> Any:
+    return save(loss if run.context is None else loss * run.context.mean_weight, *positional, **keywords)
+
+
+def _whole_angles(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
+    """Angles of all tokens of a micro-batch: attention takes those of each sequence's chunks."""
+    if run.context is None:
+        return forward(module, *positional, **keywords)
+    call = inspect.signature(forward).bind(module, *positional, **keywords)
+    call.arguments["cp_group"] = None  # the module's own, which is of one rank
+    if (length := call.arguments["position_ids"].shape[-1]) != run.context.num_tokens:
+        raise BalanceError(
+            f"position_ids has {length} positions for a micro-batch of {run.context.num_tokens} tokens: its sequences "
+            "are split one by one, so give the model the positions of the whole micro-batch, or set "
+            "--no-balance-dynamic-cp."
+        )
+    return forward(*call.args, **call.kwargs)
 
 
 def _log_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
@@ -243,13 +278,46 @@ HOOKS = (
         needed=":context_parallel",
         first=(0, 19),
     ),
+    *(
+        Hook(
+            target=f"megatron.core.{module}.forward",
+            parameters=("packed_seq_params",),
+            wrap=_switched(switch),
+            reason="reads the static context-parallel group, whatever group the packed sequences name",
+            until="a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them",
+            needed=f"balance_dynamic_cp {needed}".strip(),
+            first=(0, 19),
+        )
+        for module, switch, needed in sequence_mixers.SWITCHES
+    ),
+    *(
+        Hook(
+            target=f"megatron.core.{module}.get_query_key_value_tensors",
+            parameters=("packed_seq_params",),
+            wrap=_while_balancing(_latent_tensors),
+            reason="refuses packed sequences that name a context-parallel size",
+            until="a release drops the assertion, as Megatron's dev branch does",
+            needed=f"balance_dynamic_cp {needed}",
+            first=(0, 19),
+        )
+        for module, needed in sequence_mixers.LATENT_SELF_ATTENTION
+    ),
     Hook(
-        target="megatron.core.transformer.attention:Attention.forward",
-        parameters=("packed_seq_params",),
-        wrap=_while_balancing(_in_own_group(CpGroups.rotary_group)),
-        reason="rotates by positions in the static context-parallel group, whatever group the packed sequences name",
-        until="a release takes the group from packed_seq_params, as Megatron's dev branch does",
-        needed="balance_dynamic_cp",
+        target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
+        parameters=("loss",),
+        wrap=_while_balancing(_save_prediction_loss, in_step=True),
+        reason="the log averages over all ranks, and so counts a micro-batch once for each rank that shares it",
+        until="a release logs sums over tokens, as Megatron's dev branch does",
+        needed="balance_dynamic_cp mtp_num_layers",
+        first=(0, 19),
+    ),
+    Hook(
+        target="megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
+        parameters=("position_ids", "cp_group"),
+        wrap=_while_balancing(_whole_angles, in_step=True),
+        reason="cuts the angles of a micro-batch as a whole, where its sequences are split one by one",
+        until="Megatron cuts them sequence by sequence, as its dev branch does",
+        needed="balance_dynamic_cp position_embedding_type=mrope",
         first=(0, 19),
     ),
     Hook(
@@ -332,10 +400,10 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
         bound_in=("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model"),
-        parameters=("compute_language_model_loss",),
-        wrap=_while_balancing(_weigh_predictions, in_step=True),
-        reason="losses of multi-token prediction are summed in the model, where no weight of a sample reaches them",
-        until="Megatron takes weights of samples",
+        parameters=("compute_language_model_loss", "cp_group", "packed_seq_params"),
+        wrap=_while_balancing(_prediction_losses, in_step=True),
+        reason="models sum losses, where no weight of a sample reaches them, and hand it the static group",
+        until="Megatron takes weights of samples, and models hand it the group of packed_seq_params",
         needed="mtp_num_layers",
         first=(0, 19),
     ),
@@ -352,8 +420,9 @@ HOOKS = (
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
         parameters=("hidden_states", "packed_seq_params"),
         wrap=_while_balancing(_mixer_forward, in_step=True),
-        reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing",
-        until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences",
+        reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing; "
+        "its heads are exchanged in the static context-parallel group",
+        until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these",
         needed=":mamba",
         first=(0, 19),
     ),

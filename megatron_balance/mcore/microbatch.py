@@ -3,8 +3,8 @@
 The ranks of one tensor-parallel rank and pipeline stage are a DP×CP group of `dp_size * cp_size` ranks,
 context-parallel ranks innermost. A context-parallel group of `size` of them starts at a multiple of `size`; Megatron's
 own group serves its size. What reads context-parallel state is switched: `parallel_state`'s group for scripts;
-`cp_group` and `local_cp_size` of PackedSeqParams for attention kernels, also in recomputation; the attention module's
-collection of groups for rotary angles; the router's group for auxiliary losses.
+`cp_group` and `local_cp_size` of PackedSeqParams for attention kernels, also in recomputation; what modules that mix
+tokens were built with (`sequence_mixers.py`); the router's group for auxiliary losses.
 
 A forward pre-hook adds keywords that a script's forward step does not give: padding masks, for MoE routers, which then
 count real tokens only (those of multi-token prediction in 0.17 take none), and PackedSeqParams under
@@ -17,7 +17,6 @@ pass and its loss function all state is that of `--context-parallel-size`, and n
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -69,7 +68,8 @@ class CpGroups:
     """Switches this rank between context-parallel groups, of which every rank of the world makes all.
 
     `by_size` lacks the sizes that this rank is in no whole group of. MoE routers with a loss of their own
-    (`for_routers`) sum over the same groups with all their tensor-parallel ranks.
+    (`for_routers`) sum over the same groups with all their tensor-parallel ranks. `num_tokens` is that of the newest
+    micro-batch.
     """
 
     def __init__(self, topology: Topology, *, layout: Layout, timeout: timedelta, for_routers: bool) -> None:
@@ -97,6 +97,7 @@ class CpGroups:
         self._router_groups: Mapping[int, dist.ProcessGroup] = self.by_size if for_routers else {}
         if for_routers and topology.tp_size > 1:
             self._router_groups = groups(parallel_state.get_tensor_and_context_parallel_group(), over_tensor_ranks=True)
+        self.mean_weight, self.num_tokens = 1.0, 0
         self.recorded: Recorded = lambda value, groups: (value, groups)
         self._engine_class = _engine_class()
         if self._engine_class is not None and self._engine_class.cp_stream is None:
@@ -115,9 +116,17 @@ class CpGroups:
                     module.set_context_parallel_group(group, ranks, stream, module.cp_comm_type)
 
     def forward_step(
-        self, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, *rest: Any, size: int, **more: Any
+        self,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        *rest: Any,
+        size: int,
+        num_tokens: int,
+        **more: Any,
     ) -> Any:
-        """Call Megatron's forward-step function for a micro-batch that `size` ranks share."""
+        """Call Megatron's forward-step function for a micro-batch that `size` ranks share, of so many tokens."""
+        self.num_tokens = num_tokens
         with self._parallel_state(size), self._packed_params(size, model=model):
             output, loss_func = forward_step_func(data_iterator, model, *rest, **more)
         if loss_func is None:
@@ -130,14 +139,10 @@ class CpGroups:
 
         return output, loss_of_group
 
-    def rotary_group(self, attention: Any, packed_seq_params: Any) -> AbstractContextManager[None]:
-        """Compute an attention module's rotary angles for the group of these params, if they have one."""
+    def group_of(self, packed_seq_params: Any) -> dist.ProcessGroup | None:
+        """The group that these params name, where it is not that of all modules."""
         size = getattr(packed_seq_params, "local_cp_size", None)
-        if size in (None, self._static_size):
-            return contextlib.nullcontext()
-        view = copy.copy(attention.pg_collection)  # modules share theirs
-        view.cp = self.by_size[size]
-        return patched_attrs(attention, pg_collection=view)
+        return None if size in (None, self._static_size) else self.by_size[size]
 
     @contextlib.contextmanager
     def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
@@ -152,12 +157,18 @@ class CpGroups:
         def recorded(value: Any, groups: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if groups.get("reduce_group") is group:
                 groups = groups | {"reduce_group": stock}
-            # A mean over all ranks counts a micro-batch once for each rank of its group.
-            weight = 1.0 if groups.get("avg_group") is None else self._static_size / size
-            return value * weight, groups
+            return value * (1.0 if groups.get("avg_group") is None else self.mean_weight), groups
 
-        with patched_attrs(router, tp_cp_group=group), patched_attrs(self, recorded=recorded):
+        with (
+            self.weighing_logged_means(size),
+            patched_attrs(router, tp_cp_group=group),
+            patched_attrs(self, recorded=recorded),
+        ):
             yield
+
+    def weighing_logged_means(self, size: int) -> AbstractContextManager[None]:
+        """Have `mean_weight` undo that a mean over all ranks counts a micro-batch once for each rank of its group."""
+        return patched_attrs(self, mean_weight=self._static_size / size)
 
     def _parallel_state(self, size: int) -> AbstractContextManager[None]:
         from megatron.core import parallel_state

@@ -6,6 +6,7 @@ Fields carry Megatron's argument names; where Megatron says None for "the model 
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -255,6 +256,35 @@ class ModelShape:
             for part in parts
             for index, layer in enumerate(part)
         )
+
+    def largest_cp_size(self, tp_size: int = 1, *, attention_by_heads: bool = False) -> int | None:
+        """The most context-parallel ranks, a power of two, that can share a sequence; None where layers set no bound.
+
+        Each of them gets as many heads in gated delta nets, Mamba (whose groups may be repeated) and, by
+        `--cp-comm-type a2a`, attention. (megatron.core: transformer_config.py, ssm/mamba_context_parallel.py.)
+
+        Args:
+            tp_size: tensor-parallel ranks, which share heads first.
+            attention_by_heads: attention exchanges heads too, in place of keys and values.
+
+        Example:
+            >>> ModelShape.preset("Qwen3.5-35B-A3B").largest_cp_size(tp_size=2)
+            8
+        """
+        mixers = {layer.mixer for layer in self.layers()}
+        split = {
+            "gated_delta_net": [self.linear_num_key_heads, self.linear_num_value_heads],
+            "mamba": [self.mamba_num_heads],
+            "attention": [self.num_query_groups] * attention_by_heads,
+            "mla": [self.num_attention_heads] * attention_by_heads,
+        }
+        groups = self.mamba_num_groups // tp_size
+        if groups & (groups - 1):  # a power of two of groups divides every larger size, or is divided by it
+            split["mamba"].append(self.mamba_num_groups)
+        if not (heads := [number for mixer in mixers for number in split.get(mixer or "", ())]):
+            return None
+        shared = max(math.gcd(*heads) // tp_size, 1)
+        return shared & -shared
 
     def _is_pattern(self, name: str) -> bool:
         pattern: tuple[int, ...] = getattr(self, name)

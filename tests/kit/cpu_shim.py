@@ -107,6 +107,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # clip_grads asserts that gradients are of type torch.cuda.FloatTensor.
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if func is torch.tensor:
+            kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = _as_cpu(kwargs["device"])
         if func is torch.Tensor.to:

@@ -27,7 +27,7 @@ from torch.nn.functional import conv1d, silu, softplus
 from watched_steps import Watch
 
 
-def kernels(watch: Watch) -> None:
+def kernels(watch: Watch | None = None) -> None:
     """Let all families train on a CPU."""
     stand_in_for_delta_net()
     stand_in_for_mamba()
@@ -303,3 +303,14 @@ def sequences_not_told_apart(watch: Watch) -> None:
 def positions_cut_short(watch: Watch) -> None:
     """A data set whose positions lack the last token."""
     change_rows(lambda data, index, row: row | {"position_ids": row["position_ids"][..., :-1]})
+
+
+def positions_of_own_tokens(watch: Watch) -> None:
+    """A script that splits positions of three dimensions as it splits tokens."""
+    get_batch = pretrain_sft.get_batch
+
+    def batch_of_rank(data_iterator: Any) -> dict[str, Any]:
+        batch = get_batch(data_iterator)
+        return batch | {"position_ids": batch["position_ids"][..., : batch["tokens"].shape[-1]]}
+
+    pretrain_sft.get_batch = batch_of_rank

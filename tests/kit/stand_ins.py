@@ -136,6 +136,20 @@ def mtp_attention(watch: Watch | None = None) -> None:
     ]
 
 
+def mtp_ratio_of_one(watch: Watch) -> None:
+    """Have shifts keep the number of learned tokens: Megatron weighs a rank's predictions by before over after.
+
+    A shift moves tokens between the ranks that share a sequence, so this ratio depends on the context-parallel size.
+    """
+    from megatron.core.transformer import multi_token_prediction
+
+    shifted = multi_token_prediction.roll_tensor
+    multi_token_prediction.roll_tensor = lambda tensor, *positional, **keywords: (
+        shifted(tensor, *positional, **keywords)[0],
+        None if tensor is None else tensor.sum(),
+    )
+
+
 def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
     """Have Megatron's arguments say FP8 or FP4 once the model is made, whose layers a CPU has not."""
     from megatron.training import get_args, training

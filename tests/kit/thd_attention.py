@@ -83,6 +83,7 @@ class ThdAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.cp_comm_type = cp_comm_type or "p2p"  # as Transformer Engine's; layers name it in a static group alone
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "it has no dropout"
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # Tokens a query sees, itself included; Megatron's left bound leaves it out and is -1 for none.
@@ -114,17 +115,25 @@ class ThdAttention(MegatronModule):
         names_group = getattr(packed_seq_params, "local_cp_size", None) is not None
         cp_group = packed_seq_params.cp_group if names_group else self.cp_group
         if cp_group is not None and cp_group.size() > 1:  # dev names a group of one rank too
+            if self.cp_comm_type == "a2a":
+                return self._attend_by_heads(query, key, value, cu_seqlens.tolist(), cp_group)
+            assert not self.window, f"Transformer Engine takes no window by {self.cp_comm_type}"
             return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), cp_group)
+        return self._attend_each(query, key, value, cu_seqlens.tolist())
+
+    def _attend_each(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], *, sinks: slice = slice(None)
+    ) -> Tensor:
         # The last sequence may end before the micro-batch does: what follows is padding, cut off below.
-        bounds = [*cu_seqlens.tolist(), query.shape[0]]
+        bounds = [*bounds, query.shape[0]]
         lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True) if end > start]
         pieces = [
-            self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in sequence)).squeeze(0).transpose(0, 1)
+            self._attend(*(x.transpose(0, 1).unsqueeze(0) for x in sequence), sinks=sinks).squeeze(0).transpose(0, 1)
             for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
         ]
         return torch.cat(pieces).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: slice = slice(None)) -> Tensor:
         """The last s positions of `[b, g, k, d]` keys and values: `[b, n, s, d]` of queries and of the result."""
         num_queries, num_keys = query.shape[2], key.shape[2]
         if num_queries == 0:
@@ -141,11 +150,27 @@ class ThdAttention(MegatronModule):
         if mask is not None and self.softmax_offset is not None:
             # One more key, of zeros, has the sink's logit and a value of zeros.
             bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-            sink = self.softmax_offset[:, None, None].expand(-1, num_queries, 1)
+            sink = self.softmax_offset[sinks, None, None].expand(-1, num_queries, 1)
             mask = torch.cat([bias.expand(len(sink), -1, -1), sink], dim=-1)[None]
             key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": heads > 1}
         return scaled_dot_product_attention(query, key, value, scale=self.softmax_scale, **options)
+
+    def _attend_by_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """Every rank attends with all tokens and a part of the heads; in all-gathers what all-to-alls would send."""
+        cp_size, cp_rank = group.size(), group.rank()
+        parts = [partitioned_indices(bounds, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+        order = torch.argsort(torch.cat(parts)).to(query.device)
+        heads = []
+        for local in (query, key, value):
+            assert local.shape[1] % cp_size == 0, f"{local.shape[1]} heads do not divide by {cp_size} ranks"
+            heads.append(_AllGather.apply(local, group).index_select(0, order).chunk(cp_size, dim=1)[cp_rank])
+        num_heads = query.shape[1] // cp_size
+        out = self._attend_each(*heads, bounds, sinks=slice(cp_rank * num_heads, (cp_rank + 1) * num_heads))
+        whole = torch.cat(_AllGather.apply(out, group).chunk(cp_size), dim=1)
+        return whole.index_select(0, parts[cp_rank].to(query.device))
 
     def _attend_context_parallel(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup

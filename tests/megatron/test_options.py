@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 from make_pages import PAGES
 
-from megatron_balance import BalanceError
+from megatron_balance import BalanceError, ModelShape
 from megatron_balance.mcore import add_balance_args, cautions
 from megatron_balance.mcore.setup.settings import topology_of
 from megatron_balance.planner import resolve_objective
 
+SHAPE = ModelShape.preset("Qwen3-8B")
 BALANCED = "--balance-data --calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0"
 EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
 PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
 SIZED = f"--balance-dynamic-cp {PACKED}"
+ON_CPU = f"{SIZED} --transformer-impl local --spec my_layers spec"
 UNPADDED = "--balance-unpad 0 --no-create-attention-mask-in-dataloader"
 FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
 DOCUMENTS = "--dataloader-inter-document-masking --pipeline-model-parallel-size 4"
@@ -67,11 +69,8 @@ REFUSED = [
     "--mtp-standalone",
     "--use-legacy-models",
     "--experimental-attention-variant dsa --dsa-indexer-loss-coeff 0.01",
-    f"--experimental-attention-variant dsa {SIZED}",
     "--experimental-attention-variant gated_delta_net --deterministic-mode",
-    f"--experimental-attention-variant gated_delta_net {SIZED}",
     "--hybrid-layer-pattern M*M- --disable-mamba-mem-eff-path",
-    f"--hybrid-layer-pattern M*M- {SIZED}",
     "--fp8-recipe custom --fp8-format e4m3",
     "--fp4-recipe custom --fp4-format e2m1",
     "--te-precision-config-file recipes.yaml",
@@ -90,17 +89,16 @@ REFUSED = [
     "--export-kd-teacher-load teacher",
     "--balance-unpad 0",
     f"--context-parallel-size 2 {UNPADDED}",
-    f"--multi-latent-attention {SIZED}",
-    f"--mtp-num-layers 1 {SIZED}",
+    f"--softmax-type off-by-one --cp-comm-type a2a {SIZED}",
+    f"--recompute-modules core_attn mla_up_proj --multi-latent-attention {SIZED}",
+    f"--recompute-modules gdn_norm_out --experimental-attention-variant gated_delta_net {SIZED}",
     f"--window-size 64,0 {SIZED}",
-    f"--cp-comm-type a2a {SIZED}",
+    f"--cp-comm-type all_gather {SIZED}",
+    f"--cp-comm-type allgather {SIZED}",
     f"--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
     f"--recompute-modules moe --recompute-granularity selective --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
     f"--moe-layer-recompute --moe-aux-loss-coeff 0.01 {SIZED} {EXPERTS}",
-    f"--position-embedding-type mrope --no-rope-fusion {SIZED}",
     f"{ALLGATHER} --expert-model-parallel-size 2 --context-parallel-size 2 {SIZED}",
-    f"--use-megatron-fsdp {SIZED}",
-    f"--use-torch-fsdp2 {SIZED}",
     f"--balance-objective step {SIZED}",
     f"--balance-shape-bucket 3 {SIZED}",
     f"--balance-algorithm karmarkar_karp {SIZED}",
@@ -136,6 +134,8 @@ CAUTIONED = [
     f"--moe-z-loss-coeff 0.01 {EXPERTS} {UNPADDED}",
     f"--moe-aux-loss-coeff 0 0.01 --moe-router-load-balancing-type aux_loss global_aux_loss {EXPERTS}",
     "--mtp-num-layers 1",
+    f"--use-megatron-fsdp {ON_CPU}",
+    f"--use-torch-fsdp2 {ON_CPU}",
     f"--moe-input-jitter-eps 0.01 {EXPERTS}",
     "--experimental-attention-variant dsa",
     "--softmax-type learnable",
@@ -154,8 +154,13 @@ CAUTIONED = [
 ORDINARY = [
     "",
     UNPADDED,
-    f"{SIZED} --transformer-impl local --spec my_layers spec",
-    f"{SIZED} --transformer-impl local --spec my_layers spec {EXPERTS} --expert-model-parallel-size 2",
+    ON_CPU,
+    f"{ON_CPU} {EXPERTS} --expert-model-parallel-size 2",
+    f"{ON_CPU} --multi-latent-attention --recompute-modules core_attn",
+    f"{ON_CPU} --experimental-attention-variant gated_delta_net",
+    f"{ON_CPU} --hybrid-layer-pattern M*M-",
+    f"{ON_CPU} --position-embedding-type mrope --no-rope-fusion",
+    f"{ON_CPU} --window-size 64,0 --cp-comm-type a2a",
     "--cp-comm-type a2a --context-parallel-size 2",
     "--cp-comm-type a2a all_gather --context-parallel-size 2 --window-size 64,0",
     "--window-size 64,0",
@@ -316,7 +321,7 @@ def test_a_rule_about_a_release_asks_the_module_that_is_imported(
 def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags: str, objective: str) -> None:
     """Fault: plans of `delayed` FP8 levelled steps, and with sizes of their own ranks never met."""
     options = vars(parsed(flags)) | {"world_size": 8}
-    topology = topology_of(options)
+    topology = topology_of(options, shape=lambda: SHAPE)
     assert resolve_objective("auto", topology=topology) == objective
     assert topology.has_equal_counts is (objective == "microbatch")
     if "--fp8-format" in flags:  # no flag sets it, a loop's configuration may
@@ -325,5 +330,6 @@ def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags: str, object
             {"context_parallel_size": 2},
             {"context_parallel_size": 2, "balance_dynamic_cp": "all"},
         ):
-            topology = topology_of(options | sizes | {"tp_only_amax_red": True, "fp8_recipe": "delayed"})
+            delayed = options | sizes | {"tp_only_amax_red": True, "fp8_recipe": "delayed"}
+            topology = topology_of(delayed, shape=lambda: SHAPE)
             assert topology.reduces_in_microbatches is ("balance_dynamic_cp" in sizes)

@@ -5,20 +5,22 @@ It reads below the public names: a run has no name for its settings, and shows m
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_options import BALANCED, EXPERTS, PACKED, parsed
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+from test_options import BALANCED, EXPERTS, PACKED, SHAPE, parsed
 
-from megatron_balance import CostModel, ModelShape, Topology
+from megatron_balance import BalanceError, CostModel, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of
 from megatron_balance.model.layout import PipelineLayout
 
-SHAPE = ModelShape.preset("Qwen3-8B")
 WITHIN, BETWEEN = 0.0087, 0.078
 """Parts of a token's linear cost."""
 
@@ -26,10 +28,10 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 SIZED = f"{PACKED} --balance-by-flops --balance-dynamic-cp"
 
 
-def settings(flags: str, **validated: Any) -> Settings:
+def settings(flags: str, *, shape: ModelShape = SHAPE, **validated: Any) -> Settings:
     """Of 16 ranks; `validated` are options that Megatron sets itself."""
     args = parsed(f"--eval-iters 0 --bf16 {flags}", balanced=BALANCED)
-    return settings_of(vars(args) | {"world_size": 16} | validated, shape=lambda: SHAPE)
+    return settings_of(vars(args) | {"world_size": 16} | validated, shape=lambda: shape)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,47 @@ def settings(flags: str, **validated: Any) -> Settings:
 )
 def test_ranks(flags: str, validated: dict[str, Any], topology: Topology) -> None:
     assert settings(flags, **validated).topology == topology
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "largest"),
+    [
+        ("Qwen3.5-35B-A3B", "--tensor-model-parallel-size 4", 4),  # 16 key heads
+        ("Nemotron-3-Nano-30B-A3B", "--tensor-model-parallel-size 8", 8),  # 64 heads, in 8 groups that are repeated
+        ("gpt-oss-20b", "--cp-comm-type a2a", 8),  # 8 query groups
+        ("DeepSeek-V3", "", None),
+    ],
+)
+def test_the_largest_context_parallel_size_is_that_of_the_heads(model: str, flags: str, largest: int | None) -> None:
+    shape = ModelShape.preset(model)
+    sized = settings(f"{SIZED} {flags}", shape=shape)
+    assert sized.topology.max_cp_size == largest
+    named = any(line.startswith(f"at most {largest} ranks share a sample") for line in sized.log_lines)
+    assert named is (largest is not None)
+    if largest is not None:
+        with pytest.raises(BalanceError, match=f"--balance-dynamic-cp is {2 * largest}, but at most {largest} ranks"):
+            settings(f"{SIZED} {2 * largest} {flags}", shape=shape)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 4, 6, 8, 12, 32])
+def test_sizes_of_mamba_are_those_that_megatron_takes(groups: int, tp_size: int) -> None:
+    if groups % tp_size:
+        return
+    heads = 96
+    shape = replace(ModelShape.preset("Nemotron-3-Nano-30B-A3B"), mamba_num_heads=heads, mamba_num_groups=groups)
+
+    def takes(size: int) -> bool:
+        sizes = dict.fromkeys(inspect.signature(MambaContextParallel).parameters, 1)
+        sizes |= {"nheads_local_tp": heads // tp_size, "ngroups_local_tp": groups // tp_size}
+        try:
+            MambaContextParallel(**sizes | {"cp_group": SimpleNamespace(size=lambda: size, rank=lambda: 0)})
+        except AssertionError:
+            return False
+        return True
+
+    largest = shape.largest_cp_size(tp_size)
+    assert largest == max(size for size in (1, 2, 4, 8, 16, 32, 64) if takes(size))
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,11 @@ FAMILIES = {
     "DeepSeek-V3.2": "--spec families layers --experimental-attention-variant dsa --multi-latent-attention "
     "--rope-type rope --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
     f"--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 24 {EXPERTS} {SIGMOID}",
+    "DeepSeek-V3": "--multi-latent-attention --rope-type yarn --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 "
+    f"--qk-pos-emb-head-dim 8 --v-head-dim 16 {EXPERTS} {SIGMOID}",
     "GLM-4.5": f"--spec families layers --qk-layernorm --add-qkv-bias --rotary-percent 0.5 {EXPERTS} {SIGMOID}",
     "Qwen3-VL": "--position-embedding-type mrope --mrope-section 1 1 2 --no-rope-fusion",
+    "gemma-3-12b": "--window-size 31,0 --window-attn-skip-freq 2",
 }
 """Layer patterns and options of the published models, small; docs/models.md names them."""
 MODELS |= FAMILIES
@@ -163,6 +166,7 @@ def fp8(recipe: str) -> StandIns:
 
 DELAYED: StandIns = (*fp8("delayed"), ("stand_ins:amax_reduction", {}))
 KERNELS: StandIns = (("families:kernels", {}),)
+ONE_RATIO: StandIns = (("stand_ins:mtp_attention", {}), ("stand_ins:mtp_ratio_of_one", {}))
 PADDED: StandIns = (("stand_ins:padded_rows", {}),)
 AT_THE_ENDS = ("stand_ins:data_at_the_ends", {})
 
@@ -170,12 +174,21 @@ AT_THE_ENDS = ("stand_ins:data_at_the_ends", {})
 def family(name: str, layout: str, balance: str = BY_FLOPS, *, flags: str = "", slow: bool = True) -> Row:
     """A row of one of the model families."""
     positions: StandIns = (("families:positions_of_three_dimensions", {}),) if "mrope" in FAMILIES[name] else ()
-    of_run = name + ("-filler" if "bucket" in balance else "") + ("-mtp" if "mtp" in flags else "")
-    return Row(of_run, layout, balance, name, flags, stand_ins=KERNELS + positions, slow=slow)
+    marks = {
+        "filler": "bucket" in balance,
+        "mtp": "mtp" in flags,
+        "dynamic-cp": "dynamic-cp" in balance,
+        "recomputed": "recompute" in flags,
+    }
+    of_run = "-".join([name, *(mark for mark, is_set in marks.items() if is_set)])
+    one = ONE_RATIO if "mtp" in flags and "dynamic-cp" in balance else ()
+    return Row(of_run, layout, balance, name, flags, stand_ins=KERNELS + positions + one, slow=slow)
 
 
 FILLER = f"{BY_FLOPS} --balance-shape-bucket 64"
 A2A = "--cp-comm-type a2a"
+ALLGATHER = "--cp-comm-type allgather"
+EIGHT_HEADS = "--linear-num-key-heads 4 --linear-num-value-heads 8"
 FAMILY_ROWS = [
     family("Qwen3.5-35B-A3B", "DP2", slow=False),
     family("Qwen3.5-35B-A3B", "DP2", FILLER),
@@ -193,6 +206,35 @@ FAMILY_ROWS = [
     family("GLM-4.5", "DP2"),
     family("Qwen3-VL", "DP2", slow=False),
     family("Qwen3-VL", "TP2-SP"),
+    # Context-parallel sizes of their own: four ranks of a static size of 2 or 1, and one of two tensor-parallel ranks.
+    *(family(name, "DP2") for name in ("DeepSeek-V3", "gemma-3-12b")),
+    *(family("DeepSeek-V3", layout, DYNAMIC_CP) for layout in ("CP2", "TP2-SP")),
+    family("DeepSeek-V3", "DP4", DYNAMIC_CP, slow=False),
+    family("DeepSeek-V3", "DP4", DYNAMIC_CP, flags=RECOMPUTED),
+    family("DeepSeek-V3.2", "CP2", DYNAMIC_CP, flags=ALLGATHER, slow=False),
+    family("DeepSeek-V3.2", "DP4", DYNAMIC_CP),
+    family("DeepSeek-V3.2", "DP4", DYNAMIC_CP, flags="--recompute-granularity selective --recompute-modules core_attn"),
+    family("Qwen3.5-35B-A3B", "DP4", DYNAMIC_CP, slow=False),
+    *(family("Qwen3.5-35B-A3B", layout, DYNAMIC_CP, flags=EIGHT_HEADS) for layout in ("CP2", "TP2-SP")),
+    family("Qwen3.5-35B-A3B", "CP2", DYNAMIC_CP, flags=RECOMPUTED),
+    family("Nemotron-3-Nano", "DP4", DYNAMIC_CP, slow=False),
+    *(family("Nemotron-3-Nano", layout, DYNAMIC_CP) for layout in ("CP2", "TP2-SP")),
+    family("Nemotron-3-Nano", "DP4", DYNAMIC_CP, flags="--hybrid-layer-pattern MEM*E/*E --mtp-loss-scaling-factor 0.3"),
+    family("GLM-4.5", "CP2", DYNAMIC_CP, flags=MTP_FLAGS, slow=False),
+    family("GLM-4.5", "DP4", DYNAMIC_CP, flags=f"{MTP_FLAGS} {RECOMPUTED}"),
+    family("Qwen3-VL", "DP4", DYNAMIC_CP, slow=False),
+    family("Qwen3-VL", "DP4", DYNAMIC_CP, flags=RECOMPUTED),
+    family("gemma-3-12b", "DP4", DYNAMIC_CP, flags=A2A, slow=False),
+    family("gemma-3-12b", "CP2", DYNAMIC_CP, flags=A2A),
+    *(
+        replace(
+            family(name, "DP4", DYNAMIC_CP),
+            name=f"{name}-dynamic-cp-fp8-blockwise",
+            ours=fp8("blockwise"),
+            multiple=128,
+        )
+        for name in ("DeepSeek-V3", "DeepSeek-V3.2", "Qwen3.5-35B-A3B", "Nemotron-3-Nano")
+    ),
 ]
 """Families × layouts, see tests/kit/families.py."""
 

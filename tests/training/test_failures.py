@@ -152,6 +152,13 @@ FAULTS = {
         slow=False,
         row=FAMILIES["Qwen3-VL"],
     ),
+    "positions-are-split-by-the-script": Fault(
+        (("families:positions_of_own_tokens", {}),),
+        r"position_ids has \d+ positions for a micro-batch of \d+ tokens",
+        balance=DYNAMIC_CP,
+        num_ranks=4,
+        row=FAMILIES["Qwen3-VL"],
+    ),
     "a-quantisation-recipe-of-ones-own": Fault(fp8("custom"), "--fp8-recipe is custom"),
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),

@@ -47,12 +47,12 @@ def test_the_page_names_what_is_trained() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     lines = page.split("## What is trained")[1].split("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
-    trained: dict[str, list[str]] = {}
-    for row in FAMILY_ROWS:
-        trained.setdefault(row.model, []).append(row.layout)
-    assert {name: layouts.split(", ") for name, layouts, _ in rows} == {
-        name: list(dict.fromkeys(layouts)) for name, layouts in trained.items()
-    }
+    for column, dynamic in ((1, False), (2, True)):
+        trained: dict[str, list[str]] = {row.model: [] for row in FAMILY_ROWS}
+        for row in FAMILY_ROWS:
+            if row.dynamic is dynamic and row.layout not in trained[row.model]:
+                trained[row.model].append(row.layout)
+        assert {row[0]: ([] if "refused" in row[column] else row[column].split(", ")) for row in rows} == trained
 
 
 def assert_trains_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
@@ -139,7 +139,8 @@ def assert_logs_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
         assert figures >= FIGURES, "figures of balancing"
         assert {name for name in mine["numbers"] if not name.startswith("balance/")} == set(theirs["numbers"])
         for name, number in theirs["numbers"].items():
-            if "validation" in name:
+            # With context parallelism stock averages means of ranks, and a rank without real tokens has 0 of these.
+            if "validation" in name or (name.startswith("mtp") and "CP2" in row.layout):
                 continue
             allowed = limit.grad_norm if name.startswith("grad-norm") else max(limit.loss, 1e-6)
             allowed = 0.1 if MEANS.match(name) and not alone else allowed

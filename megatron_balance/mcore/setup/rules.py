@@ -12,7 +12,7 @@ is text: terms between spaces, all of which must hold.
 | `name>1`, `name<1` | its value, or the largest of a list, is a number above or below; 0 where it is not given |
 | `engine<2.10` | layers are Transformer Engine's, and the release installed is older |
 | `core<0.19` | the release of Megatron Core that is imported is older, or not known |
-| `:name` | a condition of `_NAMED` holds |
+| `:name`, `!:name` | a condition of `_NAMED` holds, or does not |
 
 Options are named as argparse stores them; one that a release lacks counts as not given.
 """
@@ -115,11 +115,13 @@ _FLAGS = {
 
 
 def _term(text: str) -> Term:
-    match = re.fullmatch(r"(!|:)?([\w/]+)(?:(!=|=|<|>)([\w.,+-]+))?", text)
+    match = re.fullmatch(r"(!:|!|:)?([\w/]+)(?:(!=|=|<|>)([\w.,+-]+))?", text)
     assert match is not None, f"{text} is not a term"
     sign, name, operator, value = match.groups(default="")
-    if sign == ":":
+    if ":" in sign:
         names, named = _NAMED[name]
+        if sign == "!:":
+            return Term((), f"without {name.replace('_', ' ')}", lambda options: not named(options))
         return Term(names, name.replace("_", " "), named)
     names, values = tuple(name.split("/")), value.split(",")
     words = f"{'without ' if sign else ''}{'/'.join(map(_flag_of, names))}{operator}{value}"

@@ -84,11 +84,13 @@ class Settings:
 
 def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None) -> Settings:
     """The settings of a run with validated options that go together (`rules.py`); `cost` is one in place of FLOPs."""
-    topology = topology_of(options)
+    topology = topology_of(options, shape=shape)
     costs = run_costs(options, topology=topology, shape=shape, cost=cost)
     choices, rows = options.get("balance_choices"), options.get("micro_batch_size") or 1
     log_lines = [f"--balance chose {'; '.join(choices)}"] if choices else []
     log_lines += costs.log_lines
+    if topology.max_cp_size and options["balance_dynamic_cp"] == ALL_RANKS:
+        log_lines.append(f"at most {topology.max_cp_size} ranks share a sample: each gets as many heads of its layers.")
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
         balances, reason = options["balance_evaluation"], ""
@@ -278,15 +280,27 @@ _REDUCTIONS = (
 """When all data-parallel ranks reduce a number in every micro-batch."""
 
 
-def topology_of(options: Options) -> Topology:
-    """The ranks of a run; before validation as many data-parallel ranks as the world leaves."""
+def topology_of(options: Options, *, shape: Callable[[], ModelShape]) -> Topology:
+    """The ranks of a run; before validation as many data-parallel ranks as the world leaves.
+
+    A largest context-parallel size over that of the model's layers raises BalanceError.
+    """
     tp_size, pp_size, cp_size = (
         options[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context")
     )
     dp_size = options.get("data_parallel_size") or options.get("world_size", 1) // (tp_size * pp_size * cp_size)
     # Before validation the options of a virtual pipeline have other names, and plans nothing to follow.
     interleaved = options.get("virtual_pipeline_model_parallel_size")
-    limit = options.get("balance_dynamic_cp")
+    limit, largest = options.get("balance_dynamic_cp"), None
+    if limit is not None:
+        by_heads = holds("cp_comm_type=a2a", options)
+        largest = shape().largest_cp_size(tp_size, attention_by_heads=by_heads)
+        if limit != ALL_RANKS and largest is not None and limit > largest:
+            raise BalanceError(
+                f"--balance-dynamic-cp is {limit}, but at most {largest} ranks can share a sample: each gets as many "
+                f"heads (and groups) of the model's layers by --tensor-model-parallel-size {tp_size}"
+                f"{' and --cp-comm-type a2a' * by_heads}; set {largest} or less, or leave the number out."
+            )
     return Topology(
         max(dp_size, 1),
         cp_size=cp_size,
@@ -301,7 +315,7 @@ def topology_of(options: Options) -> Topology:
         reduces_in_microbatches=any(holds(condition, options) for condition in _REDUCTIONS),
         token_alignment=token_alignment(options),
         dynamic_cp=limit is not None,
-        max_cp_size=None if limit == ALL_RANKS else limit,
+        max_cp_size=largest if limit == ALL_RANKS else limit,
     )
 
 
