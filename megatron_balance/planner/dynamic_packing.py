@@ -233,10 +233,10 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
             num_filled += batch.num_samples
             packs, excess = _fill(views[index], outline, load=load)
             plan = _shelve(batch, packs)
-            times = batch.kind_grids(plan.microbatch_of, plan.cp_sizes).max(axis=1)
-            order: Ints = np.arange(times.shape[1])
+            times: Ints = batch.kind_grids(plan.microbatch_of, plan.cp_sizes).max(axis=1)
+            order = np.arange(plan.cp_sizes.shape[1], dtype=np.int64)
             if waiting.is_makespan:
-                order = organ_pipe_order(times.sum(axis=0)[None])[0]
+                order: Ints = organ_pipe_order(times.sum(axis=0)[None])[0]
             time = int(waiting.times(times[None, :, order])[0])
             if best is None or time < best[0]:
                 rank, slot = np.divmod(plan.microbatch_of, order.size)

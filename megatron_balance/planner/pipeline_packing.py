@@ -26,6 +26,9 @@ EFFORT = 1200
 _PAIRS = 96
 """Exchanges that one improvement draws."""
 
+_DRAWS = 2
+"""Times that a pair of the slowest group is drawn, on average, before the search ends without a gain."""
+
 _SLOPES = (2, 8)
 """Slopes of targets: the middle slot costs three or nine times the first and the last."""
 
@@ -178,10 +181,17 @@ class _Search:
         return (group * self.batch.sync_size + column) * self.num_slots + slot
 
     def improve(self, rounds: int) -> None:
-        """Relieves the slowest group, so many times; fewer where a simulation takes longer than usual."""
+        """Relieves the slowest group, so many times; fewer where a simulation takes long, or where no pair helps."""
         num_passes = 2 * self.num_slots * self.batch.waiting.pipeline.num_chunks
+        num_samples = self.batch.num_samples
+        num_pairs = num_samples // self.batch.num_groups * (num_samples + self._counts.size)
+        patience, best, last_gain = _DRAWS * (num_pairs // _PAIRS + 1), self.time, 0
         for turn in range(min(rounds, rounds * _USUAL_PASSES // num_passes + 1)):
             group = int(self._ends.argmax())
+            if self._ends[group] < best:
+                best, last_gain = self._ends[group], turn
+            elif turn - last_gain > patience:
+                break
             if turn % _SLOT_TURN == 0 and self.num_slots > 1:
                 self._exchange_slots(group)
             self._exchange_samples(group)
