@@ -61,9 +61,9 @@ def test_a_hook_that_does_not_apply(
     monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS[:index], moved, *hooks.HOOKS[index + 1 :]))
     status, lines = doctor(capsys)
     assert status == (level == "problem")
-    [said] = [line for line in lines if "cannot hook megatron.core.pipeline_parallel.schedules:gone" in line]
-    assert said.startswith(f"{level} ")
-    assert "Use a supported version" in said
+    [message] = [line for line in lines if "cannot hook megatron.core.pipeline_parallel.schedules:gone" in line]
+    assert message.startswith(f"{level} ")
+    assert "Use a supported version" in message
 
 
 def test_what_the_environment_lacks_is_noted(
@@ -85,9 +85,9 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    found = list(checks.check_packages())
-    assert any(finding.ok and finding.message == "a GPU" for finding in found)
-    [problem] = [finding.message for finding in found if not finding.ok]
+    findings = list(checks.check_packages())
+    assert any(finding.ok and finding.message == "a GPU" for finding in findings)
+    [problem] = [finding.message for finding in findings if not finding.ok]
     assert problem.startswith("transformer_engine.pytorch of transformer-engine does not load: ")
     assert "pip install 'transformer-engine[pytorch]'" in problem
 
@@ -100,10 +100,10 @@ def test_versions_of_attention_libraries(
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
     monkeypatch.setattr(checks, "version_of", {"transformer-engine": "2.18.0", "megatron-core": "0.19.2"}.get)
-    [said] = [
+    [message] = [
         finding.message for finding in checks.check_packages() if finding.message.startswith("Transformer Engine 2.18")
     ]
-    assert said.startswith(f"Transformer Engine 2.18.0{f', cuDNN {cudnn}' if cudnn else ''}: may build or choose")
+    assert message.startswith(f"Transformer Engine 2.18.0{f', cuDNN {cudnn}' if cudnn else ''}: may build or choose")
 
 
 def test_open_files_are_compared_with_what_the_flags_need(
@@ -117,12 +117,12 @@ def test_open_files_are_compared_with_what_the_flags_need(
     monkeypatch.setenv("WORLD_SIZE", "2048")  # 2 * 1024 sockets to data-parallel ranks, 1 in the replica
     status, lines = doctor(capsys, flags)
     assert not status
-    [needed] = [
-        int(found[1])
+    [num_files] = [
+        int(findings[1])
         for line in lines
-        if (found := re.search(r"open files: a rank of 2048 .WORLD_SIZE. needs up to (\d+)", line))
+        if (findings := re.search(r"open files: a rank of 2048 .WORLD_SIZE. needs up to (\d+)", line))
     ]
-    assert 2049 + SPARE_FILES < needed < 3000
+    assert 2049 + SPARE_FILES < num_files < 3000
     limits = (80, 2000)
     _, lines = doctor(capsys, flags)
     [problem] = problems(lines)
@@ -160,10 +160,10 @@ def test_open_files_are_compared_with_what_the_flags_need(
 )
 def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[str]) -> None:
     status, lines = doctor(capsys, f"pretrain_gpt.py {MODEL} --my-script-s-own 3 {flags}")
-    found = problems(lines)
+    findings = problems(lines)
     assert status == bool(expected)
-    assert len(found) == len(expected)
-    for problem, words in zip(found, expected, strict=True):
+    assert len(findings) == len(expected)
+    for problem, words in zip(findings, expected, strict=True):
         assert words in problem
     advice = [line for line in lines if "pipeline stage 2 of 2 computes" in line]
     assert [line.split(":")[0].split()[0] for line in advice] == ["note"] * ("pipeline" in flags)
@@ -192,8 +192,8 @@ def on_two_ranks(*, environment: dict[str, str]) -> tuple[int, list[str], str]:
         variables = os.environ | world | (environment if rank else {})
         command = [sys.executable, "-m", "megatron_balance", "doctor", "--", *BALANCED.split(), *MODEL.split()]
         ranks.append(subprocess.Popen([*command, *BATCH], env=variables, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=500)[0] for process in ranks]
-    return ranks[0].returncode, [line.strip() for line in said[0].splitlines()], said[1]
+    outputs = [process.communicate(timeout=500)[0] for process in ranks]
+    return ranks[0].returncode, [line.strip() for line in outputs[0].splitlines()], outputs[1]
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def doctor_here(folder: str) -> None:
 
 def test_ranks_of_torchrun_meet_and_are_measured(tmp_path: Path) -> None:
     call("test_doctor:doctor_here", str(tmp_path))
-    text, other = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
-    assert other == ""
+    text, second = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
+    assert second == ""
     assert "ok       all ranks have the same versions and flags" in text
     assert re.search(r"gloo listens on [\d.]+ \(\w+\), GLOO_SOCKET_IFNAME is", text)
     assert re.search(r"a gather takes [\d.]+ ms", text)

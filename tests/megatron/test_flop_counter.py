@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def take_channels(init: Any) -> Any:
     """Megatron's local attention is not told the channels of latent attention, and needs none to multiply."""
-    return lambda self, *rest, k_channels=None, v_channels=None, **others: init(self, *rest, **others)
+    return lambda self, *keywords, k_channels=None, v_channels=None, **arguments: init(self, *keywords, **arguments)
 
 
 def counts(model: dict[str, Any]) -> dict[str, list[int]]:
@@ -79,14 +79,14 @@ def counts(model: dict[str, Any]) -> dict[str, list[int]]:
         config, spec, VOCABULARY, max_sequence_length=LENGTHS[-1], position_embedding_type="rope", mtp_block_spec=mtp
     )
     shape = ModelShape.from_transformer_config(config, padded_vocab_size=VOCABULARY)
-    seen = []
+    counted = []
     for length in LENGTHS:
         tokens = torch.arange(length).unsqueeze(0)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             built(tokens, tokens, mask, labels=tokens)
-        seen.append(counter.get_total_flops())
-    return {"torch": seen, "ours": [calculate_fwd_flops([length], shape) for length in LENGTHS]}
+        counted.append(counter.get_total_flops())
+    return {"torch": counted, "ours": [calculate_fwd_flops([length], shape) for length in LENGTHS]}
 
 
 def counts_of_models() -> dict[str, dict[str, list[int]]]:
@@ -98,9 +98,9 @@ def counts_of_models() -> dict[str, dict[str, list[int]]]:
 
 
 def linear_and_quadratic(counts: list[int]) -> tuple[float, float]:
-    (short, of_short), (long, of_long) = zip(LENGTHS, counts, strict=True)
-    quadratic = (of_long / long - of_short / short) / (long - short)
-    return of_short / short - quadratic * short, quadratic
+    (short, short_flops), (long, long_flops) = zip(LENGTHS, counts, strict=True)
+    quadratic = (long_flops / long - short_flops / short) / (long - short)
+    return short_flops / short - quadratic * short, quadratic
 
 
 def test_torch_counts_the_same() -> None:

@@ -44,10 +44,10 @@ def groups_of_rank(
     environment = os.environ
     os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
     layout = Layout.from_parallel_state(timeout=TIMEOUT)
-    of_data = layout.data_group(timeout=TIMEOUT, on_every_tensor_rank=False)
+    data_ranks = layout.data_group(timeout=TIMEOUT, on_every_tensor_rank=False)
     replica = layout.replica_group(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)
-    of_readers = make_groups(readers, timeout=TIMEOUT)
+    reader_ranks = make_groups(readers, timeout=TIMEOUT)
     num_sockets = [_num_sockets()]
     for _ in range(4):
         make_groups([range(dist.get_world_size())], timeout=TIMEOUT)
@@ -57,7 +57,7 @@ def groups_of_rank(
     os.environ = environment  # noqa: B003
     # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
-    groups = {"data": of_data, "replica": replica, "readers": of_readers}
+    groups = {"data": data_ranks, "replica": replica, "readers": reader_ranks}
     groups["later"] = later
     megatron_data: Any = parallel_state.get_data_parallel_group()
     return {
@@ -111,7 +111,7 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any]
     rows = run_ranks(num_ranks, "test_groups:groups_of_rank", imports=(), **layout)
     readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
     for rank, row in enumerate(rows):
-        replica = [other for other, one in enumerate(rows) if one["data_rank"] == row["data_rank"]]
+        replica = [second for second, first in enumerate(rows) if first["data_rank"] == row["data_rank"]]
         assert row["data"] == (row["megatron_data"] if rank in readers else None)
         assert row["replica"] == (replica if len(replica) > 1 else None)
         assert row["readers"] == (readers if rank in readers else None)
@@ -143,5 +143,5 @@ from cpu_shim import share_gloo_device
 share_gloo_device()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)"""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "nowhere0", "PYTHONPATH": search_path()}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert "nowhere0" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "nowhere0" in process.stderr

@@ -27,7 +27,7 @@ def test_install_and_undo_restore_the_very_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "needed"),
+    ("options", "expected"),
     [
         ({}, set()),
         ({"pipeline_model_parallel_size": 2}, {"_communicate_shapes"}),
@@ -37,17 +37,17 @@ def test_install_and_undo_restore_the_very_functions() -> None:
         ({"hybrid_layer_pattern": "M*-"}, {"forward"}),
     ],
 )
-def test_a_run_hooks_what_it_needs_of_megatron_core(options: dict[str, object], needed: set[str]) -> None:
+def test_a_run_hooks_what_it_needs_of_megatron_core(options: dict[str, object], expected: set[str]) -> None:
     """Fault: twelve hooks in every process, so that one moved target of a feature that is off ended a dense run."""
     names = [re.split("[:.]", hook.target)[-1] for hook in hooks.core_hooks(options)]
-    assert sorted(names) == sorted({"backward_step"} | needed)
+    assert sorted(names) == sorted({"backward_step"} | expected)
 
 
 def test_a_hook_that_upstream_has_made_needless_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
-    for version, there in (("0.19.2", True), ("0.20.0", False)):
+    for version, is_hooked in (("0.19.2", True), ("0.20.0", False)):
         targets = [hook.target for hook in hooking.hooks_of_release(hooks.HOOKS, version)]
-        assert any("_apply_expert_bias" in target for target in targets) is there
+        assert any("_apply_expert_bias" in target for target in targets) is is_hooked
 
 
 def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,8 +68,8 @@ def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     schedule = object()
     assert balanced_schedule(schedule, model=None, max_tokens_per_gpu=1) is schedule  # type: ignore[arg-type]
     install_bridge(max_tokens_per_gpu=1).undo()  # Megatron-Bridge is not installed
-    said = [message for message in caplog.messages if message.startswith("MEGATRON_BALANCE")]
-    assert said == [
+    messages = [message for message in caplog.messages if message.startswith("MEGATRON_BALANCE")]
+    assert messages == [
         f"MEGATRON_BALANCE=0: {system} runs without balancing, and ignores its flags."
         for system in ("Megatron", "Megatron Core", "megatron-bridge")
     ]
@@ -139,11 +139,11 @@ def test_a_target_that_moved_fails_and_changes_nothing(
 def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.ModuleType) -> None:
     patches = hooking.install_hooks([HOOK], version="upstream 1.0")
     assert upstream.schedule([], num_parts=2) == -2
-    ours = upstream.schedule
+    balanced = upstream.schedule
     upstream.schedule = lambda *args, **keywords: 0  # type: ignore[attr-defined]
     with pytest.raises(BalanceError, match="was replaced after it was hooked"):
         patches.undo()
-    upstream.schedule = ours  # type: ignore[attr-defined]
+    upstream.schedule = balanced  # type: ignore[attr-defined]
     patches.undo()
     assert upstream.schedule([], num_parts=2) == 2
 

@@ -191,12 +191,12 @@ def parser() -> argparse.ArgumentParser:
     """Megatron's, made once, for it takes a second, with flags of other releases and of scripts."""
     from megatron.training.arguments import add_megatron_arguments
 
-    made = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    megatron_parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = ("--dataloader-save", "--cp-partition-mode", "--export-kd-teacher-load", "--sequence-packing-scheduler")
     for flag in flags:
-        made.add_argument(flag)
-    made.add_argument("--use-legacy-models", action="store_true")
-    return add_balance_args(made)
+        megatron_parser.add_argument(flag)
+    megatron_parser.add_argument("--use-legacy-models", action="store_true")
+    return add_balance_args(megatron_parser)
 
 
 def parsed(flags: str, *, balanced: str = BALANCED) -> Any:
@@ -207,28 +207,28 @@ def parsed(flags: str, *, balanced: str = BALANCED) -> Any:
 def test_a_refusal_names_the_option_its_value_and_the_remedy(flags: str) -> None:
     with pytest.raises(BalanceError) as refusal:
         parsed(flags)
-    said = str(refusal.value)
-    assert said.startswith(f"{flags.split()[0]} is ")
-    assert "; " in said
-    assert said.endswith(".")
-    assert not any(name in said.split(":")[0] for name in ("None", "[", "<"))
+    messages = str(refusal.value)
+    assert messages.startswith(f"{flags.split()[0]} is ")
+    assert "; " in messages
+    assert messages.endswith(".")
+    assert not any(name in messages.split(":")[0] for name in ("None", "[", "<"))
 
 
 def test_every_refusal_of_the_pages_is_met_here() -> None:
     """Those of releases have tests of their own below."""
-    said = ""
+    messages = ""
     lines = [(flags, BALANCED) for flags in REFUSED]
     lines += [(flags, "--calculate-per-token-loss") for flags in WITHOUT_BALANCING]
     for flags, balanced in [*lines, ("", PACKED)]:
         with pytest.raises(BalanceError) as refusal:
             parsed(flags, balanced=balanced)
-        said += str(refusal.value)
+        messages += str(refusal.value)
     options, flags = (PAGES[page]() for page in ("options.md", "flags.md"))
     rules = re.findall(r"^\| (.+) \| (.+) \|$", options.partition("## Cautions")[0], flags=re.MULTILINE)
     rules += re.findall(r"^- (--.+?): (.+)$", flags, flags=re.MULTILINE)
     assert len(rules) > 60
-    missed = [where for where, says in rules if says not in said]
-    assert [where for where in missed if not re.search("(engine|core)(<|&lt;)|^where$|^---", where)] == []
+    missed = [condition for condition, message in rules if message not in messages]
+    assert [condition for condition in missed if not re.search("(engine|core)(<|&lt;)|^where$|^---", condition)] == []
 
 
 @pytest.mark.parametrize("flags", ["--balance-data", PACKED])

@@ -19,24 +19,24 @@ def end_of_events(costs, pipeline, monkeypatch):
             ("get_virtual_pipeline_model_parallel_world_size", chunks if chunks > 1 else None),
         ):
             monkeypatch.setattr(schedules.parallel_state, name, lambda value=value: value)
-        _, _, warmup, left = schedules.get_pp_rank_microbatches(costs.shape[1], chunks, pipeline.group_size)
+        _, _, warmup, remaining = schedules.get_pp_rank_microbatches(costs.shape[1], chunks, pipeline.group_size)
         forwards = [(False, slot, chunk) for slot, chunk in table]
         backwards = [(True, slot, chunks - 1 - chunk) for slot, chunk in table]
         steady = [step for pair in zip(forwards[warmup:], backwards, strict=False) for step in pair]
-        orders.append(forwards[:warmup] + steady + backwards[left:])
+        orders.append(forwards[:warmup] + steady + backwards[remaining:])
     ends, free = {}, [0] * stages
     while any(orders):
         for stage, order in enumerate(orders):
             while order:
                 backward, slot, chunk = order[0]
                 depth = chunk * stages + stage + (1 if backward else -1)
-                needed = (backward, slot, depth)
+                required = (backward, slot, depth)
                 if backward and depth == stages * chunks:
-                    needed = (False, slot, depth - 1)
-                if depth >= 0 and needed not in ends:
+                    required = (False, slot, depth - 1)
+                if depth >= 0 and required not in ends:
                     break
                 kind = pipeline.kinds[stage][chunk] if pipeline.kinds else 0
-                free[stage] = max(free[stage], ends.get(needed, 0)) + (1 + backward) * int(costs[kind, slot])
+                free[stage] = max(free[stage], ends.get(required, 0)) + (1 + backward) * int(costs[kind, slot])
                 ends[backward, slot, chunk * stages + stage] = free[stage]
                 del order[0]
     return max(free)

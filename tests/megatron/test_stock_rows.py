@@ -54,7 +54,7 @@ def figures(rows: list[tuple[int, list[int]]]) -> np.ndarray:
     return np.array([len(rows), tokens, tokens - sum(real for real, _ in rows), squares])
 
 
-def of_compare(stock: Rows, *, cp_size: int = 1) -> np.ndarray:
+def predicted(stock: Rows, *, cp_size: int = 1) -> np.ndarray:
     """The same by the step that `compare` judges as stock."""
     rows = np.repeat(np.arange(stock.counts.size), stock.counts)
     shared = {
@@ -88,21 +88,21 @@ def test_joined_documents_are_those_of_gptdataset(tmp_path: Path, masked: bool) 
         sequences = torch.unique_consecutive(entry["cu_seqlens"]).diff().tolist() if masked else [len(entry["tokens"])]
         rows.append((real, sequences))
     kind = "masked-documents" if masked else "documents"
-    ours = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=10**6)
-    assert of_compare(ours) == pytest.approx(figures(rows), rel=1e-9)
+    balanced = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=10**6)
+    assert predicted(balanced) == pytest.approx(figures(rows), rel=1e-9)
     if masked:  # the rows themselves, in the order of training
         first = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=3)
         assert first.lengths.tolist() == [length for _, sequences in rows[:3] for length in sequences]
 
 
-@pytest.mark.parametrize("most", [1, 5], ids=["padded", "packed"])
+@pytest.mark.parametrize("limit", [1, 5], ids=["padded", "packed"])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_filled_rows_are_those_of_sftdataset(tmp_path: Path, most: int, cp_size: int) -> None:
+def test_filled_rows_are_those_of_sftdataset(tmp_path: Path, limit: int, cp_size: int) -> None:
     rng = np.random.default_rng(4)
-    counts = rng.integers(1, most, 200, endpoint=True)
-    lengths = LENGTHS[: counts.sum()] if most == 1 else np.clip(LENGTHS[: counts.sum()], 2, 300)
-    of_rows = [part.tolist() for part in np.split(lengths, np.cumsum(counts)[:-1])]
-    low = [[{"role": "system", "content": str(length)} for length in row] for row in of_rows]
+    counts = rng.integers(1, limit, 200, endpoint=True)
+    lengths = LENGTHS[: counts.sum()] if limit == 1 else np.clip(LENGTHS[: counts.sum()], 2, 300)
+    row_lengths = [part.tolist() for part in np.split(lengths, np.cumsum(counts)[:-1])]
+    low = [[{"role": "system", "content": str(length)} for length in row] for row in row_lengths]
     settings = config(context_parallel_size=cp_size)
     dataset = sft_dataset.SFTDataset(low, None, np.arange(len(low)), len(low), Split.train, settings)
     rows = []
@@ -112,13 +112,13 @@ def test_filled_rows_are_those_of_sftdataset(tmp_path: Path, most: int, cp_size:
             (int((entry["tokens"] != PAD).sum()), torch.unique_consecutive(entry["cu_seqlens"]).diff().tolist())
         )
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row if most > 1 else row[0]) + "\n" for row in of_rows))
-    ours = stock_rows(
+    file.write_text("".join(json.dumps(row if limit > 1 else row[0]) + "\n" for row in row_lengths))
+    balanced = stock_rows(
         read_rows(file),
-        kind="packed" if most > 1 else "padded",
+        kind="packed" if limit > 1 else "padded",
         seq_length=SEQ_LENGTH,
         limit=10**6,
         multiple=2 * cp_size if cp_size > 1 else 1,
     )
-    assert of_compare(ours, cp_size=cp_size) == pytest.approx(figures(rows), rel=1e-9)
-    assert ours.num_cut == sum(sum(row) > SEQ_LENGTH for row in of_rows) > 0
+    assert predicted(balanced, cp_size=cp_size) == pytest.approx(figures(rows), rel=1e-9)
+    assert balanced.num_cut == sum(sum(row) > SEQ_LENGTH for row in row_lengths) > 0

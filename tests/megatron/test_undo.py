@@ -17,7 +17,7 @@ FLAGS = (
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
 
 
-def left(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]:
+def leftovers(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank of two has after training, and once the hooks are undone."""
     data = folder.parent / "data.jsonl"
     write_rows(data, range(1, 3 * BATCH + 1), longest=32, seed=0)
@@ -34,8 +34,8 @@ def left(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def test_undo_leaves_the_process_as_a_stock_run_does(tmp_path: Path) -> None:
-    stock, unhooked = left(tmp_path / "stock", "--micro-batch-size 32")
-    trained, undone = left(tmp_path / "balanced", BALANCED)
+    stock, unhooked = leftovers(tmp_path / "stock", "--micro-batch-size 32")
+    trained, undone = leftovers(tmp_path / "balanced", BALANCED)
     assert trained["threads"] >= 1
     assert trained["processes"] == 1
     assert trained["groups"] > stock["groups"]

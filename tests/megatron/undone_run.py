@@ -23,12 +23,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     record_steps.main()
     trained = _left()
-    kept = [one for one in gc.get_objects() if isinstance(one, ThreadPoolExecutor)]  # else the collector ends them
+    before = [item for item in gc.get_objects() if isinstance(item, ThreadPoolExecutor)]  # else the collector ends them
     install().undo()
     row = {"trained": trained, "undone": _left()}
     (folder / f"rank{os.environ['RANK']}.jsonl").write_text(json.dumps(row) + "\n")
     dist.barrier()
-    del kept
+    del before
 
 
 def _left() -> dict[str, int]:
@@ -44,12 +44,12 @@ def _left() -> dict[str, int]:
 
 def _children() -> list[int]:
     """Processes that this one has started and that run."""
-    found = []
+    names = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:  # it has ended since
             continue
         if int(parent) == os.getpid() and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            names.append(int(stat.parent.name))
+    return names
