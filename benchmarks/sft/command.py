@@ -19,7 +19,7 @@ from typing import Any
 from forked import import_once, train_forked
 from training_run import ALLOWANCES, Recorded, RunFailed, train
 
-from benchmarks.publish import Measured, published, table
+from benchmarks.publish import Measured, made_by, published, table
 from benchmarks.sft import speed, stocks
 from benchmarks.sft.cases import DATA, DOCUMENTS, LAYOUTS, NUM_STEPS, ONE_RANK, SEQ_LENGTH, Case, cases, data_flags
 from benchmarks.sft.data import PretrainData, write_data
@@ -47,8 +47,9 @@ def measure(args: argparse.Namespace) -> Measured:
     known = published("sft")
     figures: dict[str, Any] = {part: dict(known.get(part, {})) for part in ("speed", "stocks", "layouts", "routers")}
     if args.stocks:
-        figures["stocks"][args.name] = measured = _stocks(args.tree)
-        return Measured(figures, raw=measured)
+        measured = _stocks(args.tree)
+        figures["stocks"][args.name] = {"made": made_by("scripts/check upstream CHECKOUT --stocks"), "kinds": measured}
+        return Measured(figures | {"made": known["made"]}, raw=measured)  # that of the other parts
     if args.speed:
         measured = speed.measure_speed(_runner(args.tree))
         figures["speed"][args.name] = measured
@@ -217,7 +218,7 @@ library, one a row of {speed.SEQ_LENGTH} tokens. Seconds are CPU seconds of the 
 {stocks.SEQ_LENGTH} tokens a step, {stocks.NUM_STEPS - stocks.WARM_UP_STEPS} steps after a warm-up of
 {stocks.WARM_UP_STEPS}: CPU seconds that the slowest rank spends in forward and backward passes, stock over balanced by
 FLOPs, beside what `compare` predicts for these steps from the lengths and the seconds fitted to the first run. Measured
-seconds of a step are the median of all runs; in brackets the gains of single runs.
+is the median of all runs; in brackets the gains of single runs.
 
 {_stocks_table(figures.get("stocks", {}))}
 
@@ -255,10 +256,14 @@ def _stocks_table(checkouts: Mapping[str, Mapping[str, Any]]) -> str:
             f"{row['measured']:.3f}× ({min(row['runs']):.3f} to {max(row['runs']):.3f})",
             f"{row['below']:.1%}",
         )
-        for checkout, kinds in checkouts.items()
-        for kind, row in kinds.items()
+        for checkout, measured in checkouts.items()
+        for kind, row in measured["kinds"].items()
     ]
-    return table("checkout | stock | predicted | measured | below", rows)
+    made = "; ".join(
+        f"{checkout}: `{made['command']}`, {made['date']}, revision {made['revision']}, {made['device']}"
+        for checkout, made in ((checkout, measured["made"]) for checkout, measured in checkouts.items())
+    )
+    return f"{made}.\n\n{table('checkout | stock | predicted | measured | below', rows)}"
 
 
 def _speed(policies: Mapping[str, Mapping[str, float]]) -> str:
