@@ -1,15 +1,9 @@
 """See it work, without a GPU: the same training under five policies, side by side.
 
-Trains a small model with Megatron's own loop on four ranks, on functions and classes of Python's standard library: a
-few steps with all flags in each, as a user sets them, and then the same training with policies that take turns, step by
-step (policy_turns.py), so that each meets every global batch. From the first batches `megatron-balance fit` learns
-seconds of forward and backward, which predict the others; those run twice, and the lesser seconds count, since what
-else a machine does only adds. Prints one table, writes result.json, the measured batches under all flags as a record
-(measured.jsonl) and its report.html, and fails where balancing changes a loss. `compare measured.jsonl` and the page
-predict what the table predicts.
-
-In turns all ranks share one core: on several, a rank is slower while its neighbours work, so stock steps, in which most
-ranks wait, would look cheaper than they are.
+Trains a small model with Megatron's own loop on four ranks that share a core (on several, a rank is slower while others
+work): a few steps with all flags, then policies that take turns, step by step (policy_turns.py). `megatron-balance fit`
+learns seconds from the first batches and predicts the others, which run twice: the lesser seconds count. Prints a table,
+writes result.json, a record (measured.jsonl) and report.html, and fails where balancing changes a loss.
 """
 
 from __future__ import annotations

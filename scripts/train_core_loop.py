@@ -2,10 +2,9 @@
 
     PYTHONPATH=tests/kit torchrun --nproc-per-node 2 scripts/train_core_loop.py [RECORD_DIR]
 
-On GPUs, or on CPU ranks where there are none (tests/kit/cpu_shim.py). Packed rows are random; every rank of a model
-replica reads the same ones itself. The variable LOOP holds settings as JSON: the arguments of `train`, and what else
-`balanced_schedule` takes. Each rank prints a line a step, or writes it to RECORD_DIR/rankN.jsonl as record_steps.py
-does.
+On GPUs, or on CPU ranks where there are none (tests/kit/cpu_shim.py), on random packed rows. The variable LOOP holds
+settings as JSON: the arguments of `train` and of `balanced_schedule`. Each rank prints a line a step, or writes it to
+RECORD_DIR/rankN.jsonl as record_steps.py does.
 """
 
 from __future__ import annotations
