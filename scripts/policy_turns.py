@@ -3,9 +3,8 @@
     torchrun … tests/kit/cpu_shim.py scripts/policy_turns.py RECORD_DIR ARGS
 
 ARGS turn `--balance-dynamic-cp` on, at a context-parallel size of 1. One process group runs all policies, so a
-rank or a while that is slower is so for each of them. Plans of one size are run by the executor of dynamic sizes.
-
-Needs `--no-balance-overlap`: a stock step reads the data loader itself, and must find nothing pulled ahead.
+rank or a while that is slower is so for each of them. Plans of one size are run by the executor of dynamic sizes. Needs
+`--no-balance-overlap`: a stock step reads the data loader itself, and must find nothing pulled ahead.
 """
 
 from __future__ import annotations

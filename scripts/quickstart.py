@@ -2,8 +2,8 @@
 
 Trains a small model with Megatron's own loop on four ranks that share a core (on several, a rank is slower while others
 work): a few steps with all flags, then policies that take turns, step by step (policy_turns.py). `megatron-balance fit`
-learns seconds from the first batches and predicts the others, which run twice: the lesser seconds count. Prints a table,
-writes result.json, a record (measured.jsonl) and report.html, and fails where balancing changes a loss.
+learns seconds from the first batches and predicts the others, which run twice: the lesser seconds count. Writes a
+table, result.json, a record (measured.jsonl) and report.html, and fails where balancing changes a loss.
 """
 
 from __future__ import annotations
