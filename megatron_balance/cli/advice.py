@@ -24,7 +24,7 @@ from megatron_balance.topology import Limits, Topology
 
 WORTH = 0.01  # a policy must gain this fraction to be worth its flags
 DYNAMIC_WORTH = 0.05  # dynamic CP over one size, where bandwidths are assumed
-SETTING_SAMPLES = 2**12  # of a record, that other settings are planned for
+SETTING_SAMPLES = 2**10  # of a record, that other settings are planned for
 
 
 def recommend(
