@@ -93,7 +93,7 @@ def _joined(documents: NDArray[np.int64], *, seq_length: int, seed: int, limit: 
         return Rows.from_samples(np.full(starts.size, seq_length), row_tokens=seq_length)
     first, last = np.searchsorted(ends, starts, "right"), np.searchsorted(ends, starts + seq_length, "left")
     parts = [
-        np.diff(np.unique([start, *ends[low:high], start + seq_length]))
+        np.diff(np.unique(np.array([start, *ends[low:high], start + seq_length], dtype=np.int64)))
         for start, low, high in zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)
     ]
     return Rows(np.concatenate(parts), np.array([part.size for part in parts]), seq_length)
