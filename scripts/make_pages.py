@@ -116,7 +116,8 @@ def models_page() -> str:
     """For each model which test shows what, or why it is refused."""
     models: dict[str, list[Row]] = {}
     for row in ROWS:
-        models.setdefault(_model(row), []).append(row)
+        for name in _models(row):
+            models.setdefault(name, []).append(row)
     lines = [
         _MODELS,
         "| model | packed, moved, by FLOPs | evaluation | dynamic sizes | loss weightings |",
@@ -135,13 +136,11 @@ def models_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _model(row: Row) -> str:
-    if row.model not in ("dense", "moe"):
-        return row.model
-    kinds = {"--mtp-num-layers": "multi-token prediction", "--multi-latent-attention": "latent attention"}
-    kinds["--window-size"] = "windows"
+def _models(row: Row) -> list[str]:
     names = {"dense": "dense attention, as Llama and Qwen3", "moe": "mixture of experts"}
-    return next((kind for flag, kind in kinds.items() if flag in row.flags), names[row.model])
+    predicts = "mtp" in row.flags
+    own = [] if predicts and row.model in names else [names.get(row.model, row.model)]
+    return own + (["multi-token prediction"] if predicts else [])
 
 
 def _tests(rows: list[Row]) -> str:
