@@ -216,7 +216,7 @@ def test_a_hand_written_loop(train: KeptRuns, settings: dict[str, int], num_rank
 def test_what_a_hand_written_loop_cannot_have_is_refused(train: KeptRuns) -> None:
     settings = json.dumps({"config": {"calculate_per_token_loss": False}})
     refused = train("", num_ranks=1, module="train_core_loop", environment={"LOOP": settings}, fails=True)
-    assert "add --calculate-per-token-loss" in refused.log(0)
+    assert "add --calculate-per-token-loss, or --balance-loss-weighting micro-batch" in refused.log(0)
 
 
 @pytest.mark.slow
