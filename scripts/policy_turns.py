@@ -19,8 +19,7 @@ from unittest import mock
 from record_steps import SCHEDULE, Function, recorded, train_wrapped
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.mcore import hooks
-from megatron_balance.mcore.step import plan_process
+from megatron_balance.mcore import hooks, plan_process
 from megatron_balance.planner import Problem
 
 POLICIES = ("stock", "packed", "balance-data", "by-flops", "dynamic-cp")

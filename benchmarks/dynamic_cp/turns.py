@@ -16,7 +16,7 @@ from unittest import mock
 import record_steps
 
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
-from megatron_balance.mcore.step import plan_process
+from megatron_balance.mcore import plan_process
 from megatron_balance.planner import DataSchedule
 
 _STEPS = itertools.count()

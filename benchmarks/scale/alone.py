@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale.samples import SAMPLES_PER_RANK, item_of, planner_settings
 from benchmarks.scale.stages import STAGES, StageTimes
-from megatron_balance.mcore.step.planner import Fetched, StepPlanner
+from megatron_balance.mcore.lookahead import Fetched
+from megatron_balance.mcore.prepare import StepBuilder
 from megatron_balance.runtime import comm
 from megatron_balance.runtime.gather import HEADER_FIELDS
 
@@ -33,11 +34,11 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
         settings = planner_settings(num_ranks)
         group = dist.group.WORLD
         assert group is not None, "initialised"
-        planner = StepPlanner(settings, dp_group=group)
+        builder = StepBuilder(settings, dp_group=group)
         for lengths in batches:
             items = [item_of(length) for length in lengths[0].tolist()]
             with answered(lengths), times.installed():
-                planner.make(Fetched(items), num_items=SAMPLES_PER_RANK)
+                builder.build(Fetched(items), num_items=SAMPLES_PER_RANK)
     finally:
         dist.destroy_process_group()
     steps = times.steps[1:]

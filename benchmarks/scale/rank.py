@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from benchmarks.scale.samples import SAMPLES_PER_RANK, Samples, item_of, planner_settings
 from benchmarks.scale.stages import StageTimes
+from megatron_balance.mcore.prepare import StepBuilder
 from megatron_balance.mcore.setup.layout import make_groups
-from megatron_balance.mcore.step.planner import StepPlanner
-from megatron_balance.mcore.step.prefetcher import StepPrefetcher
+from megatron_balance.mcore.step import StepPrefetcher
 
 TIMEOUT = timedelta(seconds=300)
 WARM_UP_STEPS = 3
@@ -56,8 +56,8 @@ class RankRun:
         seconds, cpu_seconds = time.perf_counter() - started[0], time.process_time() - started[1]
         assert dp_group is not None, "this rank is in one"
         settings = planner_settings(dp_group.size())
-        planner = StepPlanner(settings, dp_group=dp_group)
-        prefetcher = StepPrefetcher(planner, replica=replica_group)
+        builder = StepBuilder(settings, dp_group=dp_group)
+        prefetcher = StepPrefetcher(builder, replica=replica_group)
         source = None
         if rank % self.replica_size == 0:
             source = iter([item_of(length) for length in samples.lengths()[:, dp_group.rank()].ravel().tolist()])

@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.scale.alone import answered
 from benchmarks.scale.samples import planner_settings
 from benchmarks.scale.stages import StageTimes
-from megatron_balance.mcore.step.planner import Fetched, StepPlanner
+from megatron_balance.mcore.lookahead import Fetched
+from megatron_balance.mcore.prepare import StepBuilder
 
 SIZES = (128, 1024, 4096)
 LIMIT_MS = 0.02
@@ -58,10 +59,10 @@ def _measured(num_sequences: int) -> SequenceTime:
     times = StageTimes()
     dist.init_process_group("fake", rank=0, world_size=_NUM_RANKS, store=FakeStore())
     try:
-        planner = StepPlanner(planner_settings(_NUM_RANKS), dp_group=dist.group.WORLD)
+        builder = StepBuilder(planner_settings(_NUM_RANKS), dp_group=dist.group.WORLD)
         for _ in range(_NUM_STEPS):
             with answered(rank_lengths), times.installed():
-                planner.make(Fetched(items), num_items=len(items))
+                builder.build(Fetched(items), num_items=len(items))
     finally:
         dist.destroy_process_group()
     messages = [step["exchange"][1] for step in times.steps[1:]]

@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_balance.mcore.step import planner
-from megatron_balance.mcore.step.planner import StepPlanner
+from megatron_balance.mcore import prepare
+from megatron_balance.mcore.prepare import StepBuilder
 from megatron_balance.runtime import exchange
 
 STAGES = {
-    "gather": (planner, "gather_sample_lengths"),
-    "plan": (StepPlanner, "_plan"),
+    "gather": (prepare, "gather_sample_lengths"),
+    "plan": (StepBuilder, "_plan"),
     "write": (exchange, "_write"),
     "exchange": (exchange, "exchange_parts"),
-    "pack": (planner, "pack"),
-    "compare": (planner, "check_same_schedule"),
+    "pack": (prepare, "pack"),
+    "compare": (prepare, "check_same_schedule"),
 }
 """Stage → where its function is looked up."""
 
-_WHOLES = {"all": (StepPlanner, "make"), "reroute": (planner, "reroute_columns")}
+_WHOLES = {"all": (StepBuilder, "build"), "reroute": (prepare, "reroute_columns")}
 """Stages that hold others."""
 
 

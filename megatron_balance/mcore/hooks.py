@@ -27,12 +27,12 @@ from megatron_balance.hooking import (
     quiet_imports,
 )
 from megatron_balance.mcore import sequence_mixers
-from megatron_balance.mcore.forward_backward import BalancedForwardBackward as Run
+from megatron_balance.mcore.loss_weights import weigh
 from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
 from megatron_balance.mcore.setup.flags import add_balance_args
 from megatron_balance.mcore.setup.rules import Options, holds
-from megatron_balance.mcore.step.loss_weights import weigh
+from megatron_balance.mcore.step import BalancedForwardBackward as Run
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import version_of
 
@@ -63,7 +63,7 @@ def _while_balancing(
         @functools.wraps(function)
         def wrapper(*positional: Any, **keywords: Any) -> Any:
             balanced = run()
-            if balanced is None or (in_step and not balanced.in_step):
+            if balanced is None or (in_step and balanced.running is None):
                 return function(*positional, **keywords)
             return replacement(balanced, function, *positional, **keywords)
 
@@ -93,8 +93,14 @@ def _evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) -
         return evaluate(*positional, **keywords)
 
 
+def _forward_step(run: Run, forward_step: Function, *positional: Any, **keywords: Any) -> Any:
+    assert run.running is not None, "in a step"
+    return run.running.forward_step(forward_step, *positional, **keywords)
+
+
 def _backward_step(run: Run, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
-    with contextlib.nullcontext() if run.observer is None else run.observer.timed():
+    assert run.running is not None, "in a step"
+    with run.running.timed(None):
         return backward_step(*positional, **keywords)
 
 
@@ -105,7 +111,7 @@ def _split_by_document(run: Run, split_whole_row: Function, batch: Any, cp_group
 
 
 def _communicate_shapes(run: Run, communicate: Function, communicator: Any, *messages: Any) -> Any:
-    planned = run.pipeline_shapes
+    planned = run.running and run.running.pipeline_shapes
     return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
@@ -113,9 +119,9 @@ def _in_own_group(group_of: Callable[[CpGroups, Any, Any], AbstractContextManage
     """A forward in the context-parallel group of its micro-batch, which `group_of` puts in place."""
 
     def forward_in_group(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
-        if run.context is None:
+        if run.cp_groups is None:
             return forward(module, *positional, **keywords)
-        with group_of(run.context, module, keywords.get("packed_seq_params")):
+        with group_of(run.cp_groups, module, keywords.get("packed_seq_params")):
             return forward(module, *positional, **keywords)
 
     return forward_in_group
@@ -136,13 +142,15 @@ def _latent_tensors(run: Run, get: Function, attention: Any, *positional: Any, *
     call = inspect.signature(get).bind(attention, *positional, **keywords)
     params = call.arguments.get("packed_seq_params")
     with (
-        contextlib.nullcontext() if run.context is None or params is None else patched_attrs(params, local_cp_size=None)
+        contextlib.nullcontext()
+        if run.cp_groups is None or params is None
+        else patched_attrs(params, local_cp_size=None)
     ):
         return get(*call.args, **call.kwargs)
 
 
 def _mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
-    group = None if run.context is None else run.context.group_of(keywords.get("packed_seq_params"))
+    group = None if run.cp_groups is None else run.cp_groups.group_of(keywords.get("packed_seq_params"))
     with contextlib.nullcontext() if group is None else sequence_mixers.mamba(mixer, group):
         sequence_mixers.check_sequence_bounds(mixer, states, keywords.get("packed_seq_params"))
         return forward(mixer, states, *positional, **keywords)
@@ -172,33 +180,33 @@ def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any
 
 
 def _build_schedule_plan(run: Run, build: Function, model: Any, *positional: Any, **keywords: Any) -> Any:
-    return build(model, *positional, **{"packed_seq_params": run.packed_params, **keywords})
+    return build(model, *positional, **{"packed_seq_params": run.running and run.running.packed_params, **keywords})
 
 
 def _prediction_losses(run: Run, process: Function, *positional: Any, **keywords: Any) -> Any:
     """Weigh the losses of multi-token prediction as those of the next token, in the group of their micro-batch."""
-    if (weights := run.token_weights) is not None:
+    if run.running is not None and (weights := run.running.token_weights) is not None:
         losses_of = keywords["compute_language_model_loss"]
         keywords["compute_language_model_loss"] = lambda *inputs: weigh(losses_of(*inputs), weights())
-    if run.context is None or (group := run.context.group_of(keywords.get("packed_seq_params"))) is None:
+    if run.cp_groups is None or (group := run.cp_groups.group_of(keywords.get("packed_seq_params"))) is None:
         return process(*positional, **keywords)
-    with run.context.weighing_logged_means(group.size()):
+    with run.cp_groups.weighing_logged_means(group.size()):
         return process(*positional, **keywords | {"cp_group": group})
 
 
 def _save_prediction_loss(run: Run, save: Function, loss: Any, *positional: Any, **keywords: Any) -> Any:
-    return save(loss if run.context is None else loss * run.context.mean_weight, *positional, **keywords)
+    return save(loss if run.cp_groups is None else loss * run.cp_groups.mean_weight, *positional, **keywords)
 
 
 def _whole_angles(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
     """Angles of all tokens of a micro-batch: attention takes those of each sequence's chunks."""
-    if run.context is None:
+    if run.cp_groups is None or run.running is None:
         return forward(module, *positional, **keywords)
     call = inspect.signature(forward).bind(module, *positional, **keywords)
     call.arguments["cp_group"] = None  # the module's own, which is of one rank
-    if (length := call.arguments["position_ids"].shape[-1]) != run.context.num_tokens:
+    if (length := call.arguments["position_ids"].shape[-1]) != (num_tokens := run.running.num_tokens):
         raise BalanceError(
-            f"position_ids has {length} positions for a micro-batch of {run.context.num_tokens} tokens: its sequences "
+            f"position_ids has {length} positions for a micro-batch of {num_tokens} tokens: its sequences "
             "are split one by one, so give the model the positions of the whole micro-batch, or set "
             "--no-balance-dynamic-cp."
         )
@@ -221,8 +229,8 @@ def _log_prediction_losses(run: Run, log: Function, *positional: Any, **keywords
 
 
 def _record(run: Run, record: Function, tracker: Any, name: str, value: Any, *positional: Any, **groups: Any) -> Any:
-    if run.context is not None:
-        value, groups = run.context.recorded(value, groups)
+    if run.cp_groups is not None:
+        value, groups = run.cp_groups.logged_loss(value, groups)
     return record(tracker, name, value, *positional, **groups)
 
 
@@ -256,8 +264,24 @@ HOOKS = (
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
     Hook(
+        target="megatron.core.pipeline_parallel.schedules:forward_step",
+        parameters=("forward_step_func", "data_iterator", "model", "current_microbatch"),
+        wrap=_while_balancing(_forward_step, in_step=True),
+        reason="numbers each micro-batch, whose shape, masks and groups hold from its forward pass to its loss",
+        until="the schedules take a shape for each micro-batch",
+    ),
+    Hook(
+        target="megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
+        parameters=("forward_step_func", "data_iterator", "f_model", "current_microbatch"),
+        wrap=_while_balancing(_forward_step, in_step=True),
+        reason="numbers each micro-batch where its forward pass overlaps the backward pass of another",
+        until="the schedules take a shape for each micro-batch",
+        needed="overlap_moe_expert_parallel_comm",
+        first=(0, 19),
+    ),
+    Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
-        wrap=_while_balancing(_backward_step),
+        wrap=_while_balancing(_backward_step, in_step=True),
         reason="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
     ),

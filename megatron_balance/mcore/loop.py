@@ -11,11 +11,11 @@ from typing import Any
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import is_off
-from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.hooks import core_hooks
+from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.run import CurrentRun, build_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
-from megatron_balance.mcore.step.packs import BalancedStep
+from megatron_balance.mcore.step import BalancedForwardBackward
 from megatron_balance.model.shape import ModelShape
 
 Schedule = Callable[..., Any]

@@ -1,17 +1,17 @@
-"""What is switched while a micro-batch runs: its context-parallel group, and keywords that its model is called with.
+"""What is switched while a micro-batch runs, from its forward pass to its loss.
+
+Megatron's arguments hold its shape; `parallel_state`, PackedSeqParams, attention modules and routers name its
+context-parallel group; a forward pre-hook calls the model with keywords that a script's forward step does not give:
+padding masks, for MoE routers, which then count real tokens only (those of multi-token prediction in 0.17 take none),
+and PackedSeqParams under `--balance-unpad`, whose scripts name no starts of sequences; every rank knows both.
 
 The ranks of one tensor-parallel rank and pipeline stage are a DP×CP group of `dp_size * cp_size` ranks,
 context-parallel ranks innermost. A context-parallel group of `size` of them starts at a multiple of `size`; Megatron's
-own group serves its size. What reads context-parallel state is switched: `parallel_state`'s group for scripts;
-`cp_group` and `local_cp_size` of PackedSeqParams for attention kernels, also in recomputation; what modules that mix
-tokens were built with (`sequence_mixers.py`); the router's group for auxiliary losses.
+own group serves its size.
 
-A forward pre-hook adds keywords that a script's forward step does not give: padding masks, for MoE routers, which then
-count real tokens only (those of multi-token prediction in 0.17 take none), and PackedSeqParams under
-`--balance-unpad`, whose scripts name no starts of sequences; every rank knows both.
-
-Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; outside a forward
-pass and its loss function all state is that of `--context-parallel-size`, and no pre-hook is left.
+Invariants: all ranks of the world make all groups, in one order (`setup/layout.py`), before training; whatever is
+switched is restored as the forward pass and its loss end, also when they fail; engine attention, which recomputation
+in the backward pass needs as it was, when the step ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -31,13 +32,234 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
+from megatron_balance.mcore.loss_weights import router_loss_scale, token_weights, with_weights
+from megatron_balance.mcore.pipeline_shapes import PipelineShapes
+from megatron_balance.mcore.prepare import BalancedStep, Microbatch, MicrobatchSizes, pack
 from megatron_balance.mcore.setup.layout import Layout, RankCoords, make_groups
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.step.packs import Slots, pack
 from megatron_balance.samples.packing import padding_mask
+from megatron_balance.samples.unpacking import DERIVED_KEYS
 from megatron_balance.topology import Topology
 
-Recorded = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+
+class RunningStep(Iterator[Microbatch]):
+    """A step while Megatron's schedule runs it: the iterator, which hands out the micro-batch that runs forward.
+
+    `args` are those of Megatron's own loop, `timed` measures a pass, `pipeline_shapes` is None where Megatron's stages
+    exchange them. `token_weights` are those of the micro-batch that runs forward, None without weights.
+    """
+
+    def __init__(
+        self,
+        step: BalancedStep,
+        *,
+        settings: Settings,
+        coords: RankCoords,
+        cp_groups: CpGroups | None,
+        args: Namespace | None,
+        model: Any,
+        pipeline_shapes: PipelineShapes | None,
+        timed: Callable[[int | None], AbstractContextManager[Any]],
+    ) -> None:
+        self.pipeline_shapes, self.timed = pipeline_shapes, timed
+        self.token_weights: Callable[[], Tensor] | None = None
+        self._step, self._sizes, self._topology, self._args = step, step.sizes, settings.topology, args
+        self._cp_groups, self._tp_rank, self._model = cp_groups, coords.tp, model
+        self._number: int | None = None
+        self._is_read = False
+        # A script for padded rows names only some of its ranks starts of sequences, and counts FLOPs by them.
+        self._hidden_keys = DERIVED_KEYS if settings.unpad is not None else ()
+        self._masks: list[Tensor] = []
+        self._params: list[Any] = []
+        if settings.counts_router_tokens:
+            reason = (
+                "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
+                "--moe-router-enable-expert-bias"
+            )
+            _refuse_without("padding_mask", reason, "train without these flags or --balance-*", model=model)
+            self._masks = _router_masks(self._sizes, topology=settings.topology, coords=coords)
+        if settings.unpad is not None or settings.overlaps_experts:
+            reason = "so that samples of a pack would attend to one another"
+            remedy = "train without --balance-unpad and --overlap-moe-expert-parallel-comm"
+            _refuse_without("packed_seq_params", reason, remedy, model=model)
+            starts = pack(self._sizes, topology=settings.topology, few_shapes=settings.few_shapes, pin_memory=False)
+            self._params = [packed_seq_params(microbatch) for microbatch in starts]
+
+    def __next__(self) -> Microbatch:
+        """The micro-batch whose forward pass runs; no other fits its shape."""
+        if self._number is None:
+            raise BalanceError(
+                "The iterator of a balanced step is read outside of Megatron's forward_step, which numbers "
+                "micro-batches: read it in the forward step alone, and run Megatron's own schedules."
+            )
+        if self._is_read:
+            raise BalanceError(
+                f"The forward step reads a second micro-batch in its call for micro-batch {self._number}; each has a "
+                "size of its own: read one in a call, and none ahead, or train without balance flags."
+            )
+        if not self._step.microbatches:  # this rank needs no data
+            raise StopIteration
+        self._is_read = True
+        microbatch = self._step.microbatches[self._number]
+        return {key: value for key, value in microbatch.items() if key not in self._hidden_keys}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch that runs forward, over its context-parallel ranks; 0 where none does."""
+        return 0 if self._number is None else self._sizes.num_tokens[self._number]
+
+    @property
+    def packed_params(self) -> Any:
+        """PackedSeqParams of the micro-batch that runs forward, None where its script names starts of sequences."""
+        return self._params[self._number] if self._params and self._number is not None else None
+
+    def forward_step(
+        self,
+        forward_step: Callable[..., Any],
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        *positional: Any,
+        current_microbatch: int | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """Call `forward_step` of Megatron's schedules, which number micro-batches, with all switched for this one.
+
+        Where it combines the forward pass of one with the backward pass of another, the last has no forward pass.
+        """
+        if model is None or current_microbatch is None:
+            return forward_step(forward_step_func, data_iterator, model, *positional, **keywords)
+        number, cp_size = current_microbatch, self._sizes.cp_sizes[current_microbatch]
+        # Tensor-parallel ranks allocate receive buffers by these, and MoE layers view activations by them.
+        shape = {"seq_length": self._sizes.num_tokens[number], "micro_batch_size": 1, "context_parallel_size": cp_size}
+        weights = None
+        if self._sizes.loss_weights is not None:
+            weights = functools.cache(functools.partial(token_weights, self._sizes, number, topology=self._topology))
+            forward_step_func = _with_weighted_loss(forward_step_func, weights)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patched_attrs(self, _number=number, _is_read=False, token_weights=weights))
+            if self._args is not None:
+                stack.enter_context(patched_attrs(self._args, **shape))
+            if self._cp_groups is not None:
+                stack.enter_context(self._cp_groups.in_parallel_state(cp_size))
+            if self._masks or self._params or self._cp_groups is not None:
+                stack.enter_context(self._model_keywords(number, model=model))
+            stack.enter_context(self.timed(number))
+            return forward_step(
+                forward_step_func, data_iterator, model, *positional, current_microbatch=number, **keywords
+            )
+
+    def router_losses(self) -> AbstractContextManager[None]:
+        """The scale of router losses in this step, where its tokens have weights."""
+        if self._sizes.loss_weights is None:
+            return contextlib.nullcontext()
+        totals = self._step.totals
+        return router_loss_scale(totals.learned, num_tokens=totals.tokens, model=self._model)
+
+    @contextlib.contextmanager
+    def _model_keywords(self, number: int, *, model: Any) -> Iterator[None]:
+        """Call the model with a mask, packed sequences, and the context-parallel group of a micro-batch."""
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.utils import unwrap_model
+
+        inner: Any = unwrap_model(model)  # without the wrappers for data parallelism and precision
+        added: dict[str, Any] = {}
+        if self._masks:
+            mask = self._masks[number]
+            # GPTModel splits a mask itself, and on the first pipeline stage only.
+            splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
+            if self._topology.sequence_parallel and not splits:
+                mask = mask.chunk(self._topology.tp_size, dim=1)[self._tp_rank]
+            added["padding_mask"] = mask
+        if self._params:
+            added["packed_seq_params"] = self._params[number]
+        groups, cp_size = self._cp_groups, self._sizes.cp_sizes[number]
+
+        def add(module: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            keywords = keywords | added
+            if groups is not None:
+                groups.stamp(keywords.get("packed_seq_params"), size=cp_size, model=module)
+            return positional, keywords
+
+        handle = inner.register_forward_pre_hook(add, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _with_weighted_loss(forward_step_func: Callable[..., Any], weights: Callable[[], Tensor]) -> Callable[..., Any]:
+    @functools.wraps(forward_step_func)
+    def weighted(*positional: Any, **keywords: Any) -> Any:
+        output, loss_func = forward_step_func(*positional, **keywords)
+        return output, loss_func and with_weights(loss_func, weights)
+
+    return weighted
+
+
+def _refuse_without(keyword: str, reason: str, remedy: str, *, model: Any) -> None:
+    """Refuse a model of which a chunk takes no such keyword, on every rank."""
+    from megatron.core.utils import unwrap_model
+
+    for chunk in model if isinstance(model, list) else [model]:
+        inner: Any = unwrap_model(chunk)
+        if keyword not in inspect.signature(inner.forward).parameters:
+            raise BalanceError(
+                f"{type(inner).__name__}.forward takes no {keyword}, {reason}: add the parameter and hand it to the "
+                f"decoder, or {remedy}."
+            )
+
+
+def _router_masks(sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords) -> list[Tensor]:
+    """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
+
+    One copy to the device serves the step.
+    """
+    dp_cp_rank = coords.dp * topology.cp_size + coords.cp
+    masks = [
+        padding_mask(
+            lengths,
+            num_tokens=num_tokens,
+            token_multiple=topology.with_cp_size(size).token_multiple,
+            cp_size=size,
+            cp_rank=dp_cp_rank % size,
+        )
+        for lengths, num_tokens, size in zip(sizes.sequence_lengths, sizes.num_tokens, sizes.cp_sizes, strict=True)
+    ]
+    whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
+    return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
+
+
+def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
+    """Megatron's PackedSeqParams of a packed micro-batch, for the model.
+
+    Args:
+        microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and
+            `max_seqlen` `[1]`; as the iterator hands it out, on the CPU: from a GPU two numbers would be read back, for
+            which the host waits.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    padded = microbatch.get("cu_seqlens_padded")
+    starts: Tensor = (microbatch["cu_seqlens"] if padded is None else padded).squeeze(0)
+    max_seqlen, num_tokens = int(microbatch["max_seqlen"].max()), int(starts[-1])
+    starts = starts.cuda(non_blocking=True)
+    padded = None if padded is None else starts
+    # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
+    whole: Any = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  # Megatron's hint leaves out None
+        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        **whole,
+    )
+
+
+LoggedLoss = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Maps a loss that a router records, and the groups of ranks that it names, to those of the static group."""
 
 
@@ -82,9 +304,9 @@ class CpGroups:
             by_size = {topology.cp_size: static}
             for size in topology.dynamic_cp_sizes:
 
-                def key(place: RankCoords, size: int = size) -> Hashable | None:
-                    block = (place.dp * topology.cp_size + place.cp) // size
-                    dp_cp_group = place.pp, None if over_tensor_ranks else place.tp
+                def key(coords: RankCoords, size: int = size) -> Hashable | None:
+                    block = (coords.dp * topology.cp_size + coords.cp) // size
+                    dp_cp_group = coords.pp, None if over_tensor_ranks else coords.tp
                     return (*dp_cp_group, block) if (block + 1) * size <= topology.dp_cp_size else None
 
                 if size != topology.cp_size:
@@ -97,8 +319,8 @@ class CpGroups:
         self._router_groups: Mapping[int, dist.ProcessGroup] = self.by_size if for_routers else {}
         if for_routers and topology.tp_size > 1:
             self._router_groups = groups(parallel_state.get_tensor_and_context_parallel_group(), over_tensor_ranks=True)
-        self.mean_weight, self.num_tokens = 1.0, 0
-        self.recorded: Recorded = lambda value, groups: (value, groups)
+        self.mean_weight = 1.0
+        self.logged_loss: LoggedLoss = lambda value, groups: (value, groups)
         self._engine_class = _engine_class()
         if self._engine_class is not None and self._engine_class.cp_stream is None:
             self._engine_class.cp_stream = torch.cuda.Stream()
@@ -115,30 +337,6 @@ class CpGroups:
                     stream = None if group is None else type(module).cp_stream
                     module.set_context_parallel_group(group, ranks, stream, module.cp_comm_type)
 
-    def forward_step(
-        self,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        *rest: Any,
-        size: int,
-        num_tokens: int,
-        **more: Any,
-    ) -> Any:
-        """Call Megatron's forward-step function for a micro-batch that `size` ranks share, of so many tokens."""
-        self.num_tokens = num_tokens
-        with self._parallel_state(size), self._packed_params(size, model=model):
-            output, loss_func = forward_step_func(data_iterator, model, *rest, **more)
-        if loss_func is None:
-            return output, None
-
-        @functools.wraps(loss_func)
-        def loss_of_group(*loss_positional: Any, **loss_keywords: Any) -> Any:
-            with self._parallel_state(size):
-                return loss_func(*loss_positional, **loss_keywords)
-
-        return output, loss_of_group
-
     def group_of(self, packed_seq_params: Any) -> dist.ProcessGroup | None:
         """The group that these params name, where it is not that of all modules."""
         size = getattr(packed_seq_params, "local_cp_size", None)
@@ -154,7 +352,7 @@ class CpGroups:
             return
         stock, group = router.tp_cp_group, self._router_groups[size]
 
-        def recorded(value: Any, groups: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def logged_loss(value: Any, groups: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if groups.get("reduce_group") is group:
                 groups = groups | {"reduce_group": stock}
             return value * (1.0 if groups.get("avg_group") is None else self.mean_weight), groups
@@ -162,7 +360,7 @@ class CpGroups:
         with (
             self.weighing_logged_means(size),
             patched_attrs(router, tp_cp_group=group),
-            patched_attrs(self, recorded=recorded),
+            patched_attrs(self, logged_loss=logged_loss),
         ):
             yield
 
@@ -170,7 +368,8 @@ class CpGroups:
         """Have `mean_weight` undo that a mean over all ranks counts a micro-batch once for each rank of its group."""
         return patched_attrs(self, mean_weight=self._static_size / size)
 
-    def _parallel_state(self, size: int) -> AbstractContextManager[None]:
+    def in_parallel_state(self, size: int) -> AbstractContextManager[None]:
+        """Have scripts find the group of this size in Megatron's parallel state."""
         from megatron.core import parallel_state
 
         group = self.by_size[size]
@@ -181,25 +380,14 @@ class CpGroups:
         """The group for attention kernels; None for one rank, where releases would exchange keys with nobody."""
         return None if size == 1 and not self._names_every_group else self.by_size[size]
 
-    @contextlib.contextmanager
-    def _packed_params(self, size: int, *, model: Any) -> Iterator[None]:
-        from megatron.core.utils import unwrap_model
-
-        def stamp(module: Any, positional: Any, keywords: dict[str, Any]) -> None:
-            params = keywords.get("packed_seq_params")
-            if params is None:
-                raise BalanceError(
-                    f"{type(module).__name__} was called without packed_seq_params, which carry the context-parallel "
-                    "size of a micro-batch: pass them by keyword, or train without --balance-dynamic-cp."
-                )
-            params.cp_group, params.local_cp_size = self.attention_group(size), size
-
-        inner: Any = unwrap_model(model)
-        handle = inner.register_forward_pre_hook(stamp, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def stamp(self, params: Any, *, size: int, model: Any) -> None:
+        """Name the group of a micro-batch in its PackedSeqParams, which attention also reads in recomputation."""
+        if params is None:
+            raise BalanceError(
+                f"{type(model).__name__} was called without packed_seq_params, which carry the context-parallel size "
+                "of a micro-batch: pass them by keyword, or train without --balance-dynamic-cp."
+            )
+        params.cp_group, params.local_cp_size = self.attention_group(size), size
 
 
 def _engine_class() -> Any:
@@ -209,116 +397,3 @@ def _engine_class() -> Any:
     except ImportError:
         return None
     return TEDotProductAttention if HAVE_TE else None
-
-
-def router_masks(slots: Slots, *, model: Any, topology: Topology, place: RankCoords) -> list[Tensor]:
-    """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
-
-    One copy to the device serves the step. A model of which a chunk takes none is refused, on every rank.
-    """
-    for chunk in model if isinstance(model, list) else [model]:
-        _refuse_without(
-            chunk,
-            "padding_mask",
-            "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
-            "--moe-router-enable-expert-bias",
-            "train without these flags or --balance-*",
-        )
-    dp_cp_rank = place.dp * topology.cp_size + place.cp
-    masks = [
-        padding_mask(
-            lengths,
-            num_tokens=num_tokens,
-            token_multiple=topology.with_cp_size(size).token_multiple,
-            cp_size=size,
-            cp_rank=dp_cp_rank % size,
-        )
-        for lengths, num_tokens, size in zip(slots.sequence_lengths, slots.num_tokens, slots.cp_sizes, strict=True)
-    ]
-    whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
-    return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
-
-
-def called_with_mask(
-    mask: Tensor, *, model: Any, topology: Topology, place: RankCoords
-) -> AbstractContextManager[None]:
-    """Have a chunk called with a router mask in this context, or with the share of a sequence-parallel rank.
-
-    GPTModel splits a mask itself, and on the first pipeline stage only.
-    """
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.utils import unwrap_model
-
-    inner: Any = unwrap_model(model)
-    splits = isinstance(inner, GPTModel) and bool(inner.pre_process)
-    if topology.sequence_parallel and not splits:
-        mask = mask.chunk(topology.tp_size, dim=1)[place.tp]
-    return _called_with(model, padding_mask=mask)
-
-
-def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
-    """Megatron's PackedSeqParams of a packed micro-batch, for the model.
-
-    Args:
-        microbatch: `cu_seqlens` int32 `[1, num_sequences + 1]`, under context parallelism `cu_seqlens_padded` too, and
-            `max_seqlen` `[1]`; as the iterator hands it out, on the CPU: from a GPU two numbers would be read back, for
-            which the host waits.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    padded = microbatch.get("cu_seqlens_padded")
-    starts: Tensor = (microbatch["cu_seqlens"] if padded is None else padded).squeeze(0)
-    max_seqlen, num_tokens = int(microbatch["max_seqlen"].max()), int(starts[-1])
-    starts = starts.cuda(non_blocking=True)
-    padded = None if padded is None else starts
-    # Mamba layers tell sequences apart by `seq_idx`, which is made from this number; without it their state leaks.
-    whole: Any = {"total_tokens": num_tokens} if "total_tokens" in PackedSeqParams.__dataclass_fields__ else {}
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
-        cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  # Megatron's hint leaves out None
-        cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-        **whole,
-    )
-
-
-def packed_params_of(slots: Slots, *, settings: Settings) -> list[Any]:
-    """Megatron's PackedSeqParams of each micro-batch, on the device; without context parallelism."""
-    packs = pack(slots, topology=settings.topology, few_shapes=settings.few_shapes, pin_memory=False)
-    return [packed_seq_params(starts) for starts in packs]
-
-
-def called_with_packs(params: Any, *, model: Any) -> AbstractContextManager[None]:
-    """Have a chunk called with PackedSeqParams in this context; one that takes none is refused."""
-    reason = "so that samples of a pack would attend to one another"
-    _refuse_without(model, "packed_seq_params", reason, "train without --balance-unpad")
-    return _called_with(model, packed_seq_params=params)
-
-
-def _refuse_without(model: Any, name: str, reason: str, instead: str) -> None:
-    from megatron.core.utils import unwrap_model
-
-    inner: Any = unwrap_model(model)
-    if name not in inspect.signature(inner.forward).parameters:
-        raise BalanceError(
-            f"{type(inner).__name__}.forward takes no {name}, {reason}: add the parameter and hand it to the decoder, "
-            f"or {instead}."
-        )
-
-
-@contextlib.contextmanager
-def _called_with(model: Any, **added: Any) -> Iterator[None]:
-    from megatron.core.utils import unwrap_model
-
-    def add(_: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return positional, keywords | added
-
-    inner: Any = unwrap_model(model)  # without the wrappers for data parallelism and precision
-    handle = inner.register_forward_pre_hook(add, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()

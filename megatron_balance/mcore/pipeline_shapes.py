@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
-from megatron_balance.mcore.step.packs import Slots
+from megatron_balance.mcore.prepare import MicrobatchSizes
 from megatron_balance.topology import Topology
 
 Shape = list[int]
@@ -30,20 +30,26 @@ class PipelineShapes:
     """
 
     def __init__(
-        self, slots: Slots, *, order: Sequence[tuple[int, int]], topology: Topology, stage: int, hidden_size: int
+        self,
+        sizes: MicrobatchSizes,
+        *,
+        order: Sequence[tuple[int, int]],
+        topology: Topology,
+        stage: int,
+        hidden_size: int,
     ) -> None:
         sp_size = topology.tp_size if topology.sequence_parallel else 1
         shapes = [
-            [tokens // (size * sp_size), 1, hidden_size]
-            for tokens, size in zip(slots.num_tokens, slots.cp_sizes, strict=True)
+            [tokens // (cp_size * sp_size), 1, hidden_size]
+            for tokens, cp_size in zip(sizes.num_tokens, sizes.cp_sizes, strict=True)
         ]
-        every = [shapes[microbatch] for microbatch, _ in order]
-        around = [shapes[microbatch] for microbatch, chunk in order if chunk > 0]
-        of_previous = around if stage == 0 else every
-        of_next = around if stage == topology.pp_size - 1 else every
+        messages = [shapes[microbatch] for microbatch, _ in order]
+        wrapped = [shapes[microbatch] for microbatch, chunk in order if chunk > 0]
+        from_previous = wrapped if stage == 0 else messages
+        to_next = wrapped if stage == topology.pp_size - 1 else messages
         self._stage = stage
-        self._activations_in, self._gradients_out = iter(of_previous), iter(of_previous)
-        self._activations_out, self._gradients_in = iter(of_next), iter(of_next)
+        self._activations_in, self._gradients_out = iter(from_previous), iter(from_previous)
+        self._activations_out, self._gradients_in = iter(to_next), iter(to_next)
 
     def exchange(
         self, activation: Any, gradient: Any, receives_activation: bool, receives_gradient: bool
@@ -66,7 +72,9 @@ class PipelineShapes:
             )
 
 
-def planned_shapes(slots: Slots, *, topology: Topology, arguments: Mapping[str, Any]) -> PipelineShapes | None:
+def planned_shapes(
+    sizes: MicrobatchSizes, *, topology: Topology, arguments: Mapping[str, Any]
+) -> PipelineShapes | None:
     """The shapes of a step's messages, by the arguments of its schedule; None where stages exchange them as in stock.
 
     They do where messages are not one activation a micro-batch: with multi-token prediction on a stage of its own,
@@ -87,8 +95,8 @@ def planned_shapes(slots: Slots, *, topology: Topology, arguments: Mapping[str, 
         return None
     stage: Any = parallel_state.get_pipeline_model_parallel_rank()
     return PipelineShapes(
-        slots,
-        order=get_schedule_table(len(slots.num_tokens), topology.vpp_size, topology.microbatch_multiple),
+        sizes,
+        order=get_schedule_table(len(sizes.num_tokens), topology.vpp_size, topology.microbatch_multiple),
         topology=topology,
         stage=stage,
         hidden_size=config.hidden_size,

@@ -13,11 +13,11 @@ from typing import Any
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Hook, Patches, install_hooks
-from megatron_balance.mcore.forward_backward import BalancedForwardBackward
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import refuse_bound_device, rendezvous_of_world
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
+from megatron_balance.mcore.step import BalancedForwardBackward
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import log_info, start_log
 from megatron_balance.runtime.process import allow_open_files, close_all, version_of

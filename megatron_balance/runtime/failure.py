@@ -107,29 +107,33 @@ def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: Device
 
 
 def broadcast_step(
-    text: str | None = None, *, group: dist.ProcessGroup | None, digest: int = 0, error: str | None = None
+    make_text: Callable[[], str] | None = None,
+    *,
+    group: dist.ProcessGroup | None,
+    digest: int = 0,
+    error: str | None = None,
 ) -> str:
-    """Give all ranks of a model replica the step that those of them made which load data; all call it.
+    """Give the ranks of a model replica that load no data the step of those that do, as a text; all call it.
 
-    `text` is the step's, None on a rank that loads no data (it gets that of the first rank of the group, which does) or
-    has an error; `digest`, in [0, 2**63), must be equal on all ranks that made it. All raise where it differs, or on an
-    error.
+    `make_text` is called where text is needed, on the first rank of the group, which loads data; it is None on a rank
+    that loads none, or has an error. `digest`, in [0, 2**63), must be equal on all ranks that made the step. All raise
+    where it differs, or on an error. Empty where every rank made the step.
     """
     if group is None:
-        if text is None:
+        if make_text is None:
             raise BalanceError(error or "the one rank of a model replica loads no data.")
-        return text
+        return ""
     operation = "the plan of this model replica"
-    digest = NO_DIGEST if text is None else digest
-    complete = _all_equal(digest, group=group, operation=operation, template=_OTHER_DATA, error=error)
-    content = bytearray((text or "").encode())
-    if not complete:
-        size = torch.tensor([len(content)])
-        with waiting_for(operation, group=group):
-            dist.broadcast(size, group=group, group_src=0)
-            content = bytearray(int(size)) if group.rank() else content
-            dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), group=group, group_src=0)
-    return text or content.decode()
+    digest = NO_DIGEST if make_text is None else digest
+    if _all_equal(digest, group=group, operation=operation, template=_OTHER_DATA, error=error):
+        return ""
+    content = bytearray(make_text().encode() if make_text is not None and group.rank() == 0 else b"")
+    size = torch.tensor([len(content)])
+    with waiting_for(operation, group=group):
+        dist.broadcast(size, group=group, group_src=0)
+        content = bytearray(int(size)) if group.rank() else content
+        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), group=group, group_src=0)
+    return content.decode()
 
 
 def _all_equal(

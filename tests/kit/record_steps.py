@@ -91,7 +91,7 @@ def _plan() -> dict[str, Any]:
 
         return {"num_microbatches": get_num_microbatches()}
     plan: dict[str, Any] = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
-    plan |= {"microbatch_tokens": step.slots.num_tokens, "cp_sizes": step.slots.cp_sizes}
+    plan |= {"microbatch_tokens": step.sizes.num_tokens, "cp_sizes": step.sizes.cp_sizes}
     if step.schedule is not None:
         plan["ranks_per_node"] = step.schedule.ranks_per_node
         plan["lengths"] = step.schedule.lengths.tolist()

@@ -82,7 +82,7 @@ def helpers_fail(watch: Watch, *, step: int) -> None:
 
     That of the second one hangs from the start: a pipe that nobody reads. Batches of any size are planned there.
     """
-    from megatron_balance.mcore.step import plan_process
+    from megatron_balance.mcore import plan_process
 
     plan_process.MIN_SAMPLES = 1
     record = Path(sys.argv[sys.argv.index("--balance-record") + 1])

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loop_cases import Items, balanced
+from loop_cases import Items, balanced, forward
+
+from megatron_balance.mcore.telemetry import figures_of
 
 Events = list[tuple[str, str]]
 """What happened, in order, and the thread: `training` or `beside`."""
@@ -97,8 +99,8 @@ def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], lis
     def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> None:
         if overlap and items.pulled > 2:  # the next step is prepared while this one runs: a loop without would hang
             assert items.ahead.wait(timeout=30), "the next step's items were not pulled while this one ran"
-        for _ in range(num_microbatches):
-            forward_step_func(data_iterator, model[0])
+        for number in range(num_microbatches):
+            forward(forward_step_func, data_iterator, model[0], number)
 
     def forward_step(data_iterator: Any, model: Any) -> None:
         device.note("forward")
@@ -128,8 +130,8 @@ def watched_steps(*, folder: str) -> list[dict[str, float]]:
     schedules.backward_step = lambda: None  # type: ignore[assignment]
 
     def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> None:
-        for _ in range(num_microbatches):
-            forward_step_func(data_iterator, model[0])
+        for number in range(num_microbatches):
+            forward(forward_step_func, data_iterator, model[0], number)
             schedules.backward_step()  # type: ignore[call-arg]
 
     flags = ("--balance-record", folder)
@@ -144,6 +146,6 @@ def watched_steps(*, folder: str) -> list[dict[str, float]]:
         if step == 3:
             run.ours._run._num_steps -= 1  # Megatron's own loop counts no step twice
             run(items)
-        figures.append(dict(run.ours.last_step.figures))
+        figures.append(figures_of(run.ours.last_step))
     run.ours.undo()
     return figures

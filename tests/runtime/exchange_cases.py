@@ -185,10 +185,10 @@ def message_after_a_later_timeout() -> tuple[str, bool] | None:
 def share_in_replica(kinds: list[str]) -> str:
     """Each rank of a replica listens, has a problem, or a step with digest 7 or 8."""
     kind = kinds[dist.get_rank()]
-    made = (f"step {'—' * 9000}", int(kind)) if kind.isdigit() else (None, 0)
+    text, digest = ((lambda: f"step {'—' * 9000}"), int(kind)) if kind.isdigit() else (None, 0)
     problem = "the data ended — early" if kind == "problem" else None
     try:
-        return broadcast_step(made[0], group=world(), digest=made[1], error=problem)
+        return broadcast_step(text, group=world(), digest=digest, error=problem)
     except BalanceError as error:
         return str(error)
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.mcore import balanced_schedule
 from megatron_balance.mcore.loop import run_of_model
+from megatron_balance.mcore.run import run_of
 from megatron_balance.runtime.log import LOG
 from megatron_balance.runtime.process import set_device_kind
 
@@ -47,12 +48,40 @@ class Model(torch.nn.Module):
             pipeline_dtype=torch.float32,
         )
 
+    def set_input_tensor(self, tensors: Any) -> None:
+        """Nothing is received."""
+
 
 def stock_schedule(
     *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
 ) -> list[Any]:
     """Stands for Megatron's: what the forward step returns for each micro-batch."""
-    return [forward_step_func(data_iterator, model[0]) for _ in range(num_microbatches)]
+    return [forward(forward_step_func, data_iterator, model[0], number) for number in range(num_microbatches)]
+
+
+def forward(forward_step_func: Any, data_iterator: Any, model: Any, number: int) -> Any:
+    """What the forward step returns for a micro-batch, called by Megatron's own function, which numbers it."""
+    from megatron.core.pipeline_parallel import schedules
+
+    results: list[Any] = []
+
+    def step(*inputs: Any) -> tuple[torch.Tensor, None]:
+        results.append(forward_step_func(*inputs))
+        return torch.zeros(1), None
+
+    schedules.forward_step(
+        step,
+        data_iterator,
+        model,
+        1,
+        None,
+        [],
+        model.config,
+        1,
+        current_microbatch=number,
+        is_last_stage=False,
+    )
+    return results[0]
 
 
 def balanced(
@@ -206,6 +235,7 @@ def evaluated(*, collects: bool) -> tuple[list[int], list[bool]]:
         "model": [Model()],
         "forward_step_func": lambda items, _: next(items),
     }
+    run_of(run, lambda: run)  # for hooks
     with run.evaluating(1):
         run(
             schedule,
@@ -283,6 +313,7 @@ def weighted_gradients(*, weighting: str, num_results: int = 3) -> dict[int, flo
     Rank r has two items: sequences of 1, 2 and of 3 tokens and more, the first token of each without a loss; they carry
     `rollout` and `weight`.
     """
+    passes: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
 
     def items() -> Iterator[dict[str, torch.Tensor]]:
         for item in range(2 * NUM_ITEMS):
@@ -300,13 +331,18 @@ def weighted_gradients(*, weighting: str, num_results: int = 3) -> dict[int, flo
             loss, num_tokens = (losses * batch["loss_mask"]).sum(), batch["loss_mask"].sum().int()
             return (loss, num_tokens, {})[:num_results]
 
-        return (batch, losses), loss_func
+        passes.append((batch, losses))
+        return losses, loss_func
 
     def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> Any:
+        from megatron.core.pipeline_parallel import schedules
+
         gradients: dict[int, float] = {}
-        for _ in range(num_microbatches):
-            (batch, losses), loss_func = forward_step_func(data_iterator, model[0])
-            loss_func(losses)[0].backward()
+        for number in range(num_microbatches):
+            inputs = (forward_step_func, data_iterator, model[0], num_microbatches, None, [], model[0].config, 1)
+            loss, _ = schedules.forward_step(*inputs, current_microbatch=number)
+            loss.backward()
+            batch, losses = passes[-1]
             is_learned = batch["loss_mask"] > 0
             gradients |= zip(batch["tokens"][is_learned].tolist(), losses.grad[is_learned].tolist(), strict=True)
         return gradients

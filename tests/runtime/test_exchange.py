@@ -71,7 +71,7 @@ def test_what_is_wrong_on_one_rank_raises_on_every_rank(run_cases: Any, kind: st
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        (["7", "7"], "step ——"),
+        (["7", "7"], ""),  # nobody needs its text
         (["7", "listens"], "step ——"),
         (["7", "8"], "group of rank 1 other samples were read than in that of rank 0"),
         (["problem", "listens"], "the data ended — early"),
@@ -80,7 +80,9 @@ def test_what_is_wrong_on_one_rank_raises_on_every_rank(run_cases: Any, kind: st
     ],
 )
 def test_ranks_of_a_replica_go_on_alike(run_cases: Any, kinds: list[str], expected: str) -> None:
-    assert expected in same(run_cases(2, "share_in_replica", kinds=kinds))
+    answer = same(run_cases(2, "share_in_replica", kinds=kinds))
+    assert expected in answer
+    assert bool(answer) == bool(expected)
 
 
 def test_samples_must_be_those_that_were_gathered(run_cases: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.mcore.step.plan_process import MIN_SAMPLES, PlanProcess
+from megatron_balance.mcore.plan_process import MIN_SAMPLES, PlanProcess
 
 
 def arguments(*, topology: Topology, **others: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from training_run import assert_equal
 
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.mcore.step import figures
+from megatron_balance.mcore import telemetry
 from megatron_balance.record import read_record
 
 
@@ -125,8 +125,8 @@ def test_an_alarm_warns_once_after_twenty_steps_in_a_row(
 ) -> None:
     """Steps take a second, and are planned with an imbalance of 1.2; a measured one is that of two steps before."""
     said: list[str] = []
-    monkeypatch.setattr(figures, "warn_once", lambda text, topic: said.append(topic))
-    alarms, stock = figures.Alarms(), {"exposed_seconds": 0.0, "planned_imbalance": 1.2}
+    monkeypatch.setattr(telemetry, "warn_once", lambda text, topic: said.append(topic))
+    alarms, stock = telemetry.Alarms(), {"exposed_seconds": 0.0, "planned_imbalance": 1.2}
     for _ in range(2):  # nothing is known yet
         alarms.check(stock | {name: excess}, step_seconds=None)
     for value in [excess] * 19 + [harmless] * 40 + [excess] * 19:
@@ -135,7 +135,7 @@ def test_an_alarm_warns_once_after_twenty_steps_in_a_row(
     alarms.check(stock, step_seconds=None)  # left out
     for _ in range(40):
         alarms.check(stock | {name: excess}, step_seconds=1.0)
-    assert said == [figures.EXPOSED if name == "exposed_seconds" else figures.UNEVEN]
+    assert said == [telemetry.EXPOSED if name == "exposed_seconds" else telemetry.UNEVEN]
 
 
 @about("DP2", "over-long")

@@ -123,7 +123,7 @@ class Layout:
         replicas = self.groups(lambda coords: coords.dp)
         group = make_groups([ranks for ranks in replicas if len(ranks) > 1], timeout=timeout)
         # Connects its ranks. In the first step the store may be gone: with a rank of a replica that has failed.
-        broadcast_step("", group=group)
+        broadcast_step(str, group=group)
         return group
 
 

@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
-from megatron_balance.mcore.step.packs import Slots
 from megatron_balance.runtime.gather import GatheredLengths
 from megatron_balance.samples.sample import Samples
 from megatron_balance.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron_balance.mcore.prepare import MicrobatchSizes
 
 MICROBATCH, SAMPLE = "micro-batch", "sample"
 
@@ -69,15 +71,15 @@ def loss_weights(
     return num_tokens.sum() / (np.maximum(unit_tokens, 1) * num_units)
 
 
-def token_weights(slots: Slots, slot: int, *, topology: Topology) -> Tensor:
+def token_weights(sizes: MicrobatchSizes, number: int, *, topology: Topology) -> Tensor:
     """Weights of the tokens of a micro-batch on each of its context-parallel ranks, 0 for filler."""
-    assert slots.loss_weights is not None, "this step has weights"
+    assert sizes.loss_weights is not None, "this step has weights"
     # Each rank holds two chunks of every padded sequence, or the whole one.
-    cp_size, lengths = slots.cp_sizes[slot], np.array(slots.sequence_lengths[slot], dtype=np.int64)
+    cp_size, lengths = sizes.cp_sizes[number], np.array(sizes.sequence_lengths[number], dtype=np.int64)
     multiple = topology.with_cp_size(cp_size).token_multiple
     widths = -(-lengths // multiple) * multiple // cp_size
-    values = np.zeros(slots.num_tokens[slot] // cp_size, dtype=np.float32)
-    values[: widths.sum()] = np.repeat(slots.loss_weights[slot], widths)
+    values = np.zeros(sizes.num_tokens[number] // cp_size, dtype=np.float32)
+    values[: widths.sum()] = np.repeat(sizes.loss_weights[number], widths)
     return torch.from_numpy(values)
 
 

@@ -24,14 +24,14 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.planner import DataSchedule, build_data_schedule
 
 _MAIN = (
-    "import sys; sys.path[:] = sys.argv[3:]; from megatron_balance.mcore.step.plan_process import serve; "
+    "import sys; sys.path[:] = sys.argv[3:]; from megatron_balance.mcore.plan_process import serve; "
     "serve(int(sys.argv[1]), parent=int(sys.argv[2]))"
 )
 _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 """Blocked in the planning process: the parent decides whether they end the run, as under `--exit-signal-handler`."""
 
 _ENDED = (
-    "has ended with exit code {code} ({broken!r}). -9 is often the kernel's, out of memory; or there was no answer in "
+    "has ended with exit code {code} ({broken!r}). -9 usually means the OOM killer; or there was no answer in "
     "{seconds:g} s: where it was only slow, raise --distributed-timeout-minutes."
 )
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}

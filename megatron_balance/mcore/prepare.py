@@ -1,0 +1,357 @@
+"""Turns the items that ranks loaded into the micro-batches that they run, for one step.
+
+    items → samples → gather lengths → plan → compare → exchange → pack
+
+On the CPU and over a process group of its own, so that a thread can do it for the next step while this one runs. With
+dynamic context parallelism the s DP×CP ranks that share a micro-batch of size s pack it identically, with sequences
+padded for s. Ranks that load no data learn of the step by a text; pipeline stages without an iterator get the starts of
+sequences.
+
+Invariants: what one rank cannot fetch or split is raised on every rank of the group, as is a plan that cannot be
+packed; the plan depends on gathered lengths and flags alone; no step is returned that another rank planned otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.mcore.lookahead import Fetched
+from megatron_balance.mcore.loss_weights import joined, loss_weights
+from megatron_balance.mcore.plan_process import PlanProcess
+from megatron_balance.mcore.setup.layout import RankCoords
+from megatron_balance.mcore.setup.settings import Settings, filled_tokens
+from megatron_balance.planner import DataSchedule, Images
+from megatron_balance.runtime.exchange import reroute_columns
+from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
+from megatron_balance.runtime.gather import (
+    INLINE_LENGTHS,
+    NUM_REPORTED,
+    GatheredLengths,
+    Header,
+    gather_sample_lengths,
+)
+from megatron_balance.runtime.log import warn_once
+from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
+from megatron_balance.samples.sample import Samples, SampleSchema, aligned
+from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
+from megatron_balance.topology import Topology
+
+Ints = NDArray[np.int64]
+Microbatch = dict[str, Tensor]
+
+NOT_PACKED = (
+    "the data has no cu_seqlens: rows of one fixed length, among which nothing can be balanced. Use packed (thd) data, "
+    "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
+    "and --balance-data."
+)
+
+_NO_REPORT = (0,) * (NUM_REPORTED - 2)
+
+
+@dataclass(frozen=True)
+class MicrobatchSizes:
+    """The micro-batches of a rank, in the order in which they run."""
+
+    cp_sizes: list[int]  # context-parallel ranks that share each
+    num_tokens: list[int]  # over those ranks, padding and filler included
+    sequence_lengths: list[list[int]]  # without padding and filler; none for a dummy
+    loss_weights: list[list[float]] | None = None  # of these sequences; None where all tokens count alike
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The samples of a step on all ranks, by which Megatron's log is corrected."""
+
+    microbatches: int  # that hold samples; one that context-parallel ranks share counts once
+    tokens: int  # without padding and filler
+    squares: int  # of the samples' lengths
+    learned: int = 0  # tokens with a loss, where a weighting counts them
+
+
+@dataclass(frozen=True)
+class BalancedStep:
+    """The data of one step on this rank. What only ranks that load data know is None on the others."""
+
+    sizes: MicrobatchSizes
+    replica: tuple[MicrobatchSizes, ...]  # of each of its context-parallel ranks where sizes differ; else one for all
+    totals: StepTotals
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])  # where another rank sent them
+    microbatches: list[Microbatch] | None = None  # on a stage that loads no data the starts of their sequences
+    schedule: DataSchedule | None = None
+    num_tokens: int = 0  # of the micro-batches of all ranks, padding and filler included
+    reported: Ints | None = None  # `[dp_size, NUM_REPORTED]`, as each data-parallel rank sent them with its lengths
+    fingerprint: int = 0  # of plan and tokens, in [0, 2**63): equal on all ranks of a model replica that read data
+    number: int = 0
+    plan_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    exposed_seconds: float = 0.0  # waiting when the step began; the rest ran during the step before
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of this rank; with dynamic context-parallel sizes other ranks may have others."""
+        return len(self.sizes.num_tokens)
+
+    @property
+    def new_iterator(self) -> bool:
+        """True if some data-parallel rank read it from another iterator than its last step."""
+        return self.reported is not None and bool(self.reported[:, 0].any())
+
+    def to_text(self, figures: Mapping[str, float]) -> str:
+        """For the ranks of this replica that load no data."""
+        replica = [vars(sizes) for sizes in self.replica]
+        return json.dumps({"replica": replica, "totals": vars(self.totals), "figures": figures})
+
+    @classmethod
+    def from_text(cls, text: str, *, cp_rank: int) -> BalancedStep:
+        """The step that another rank of the replica made."""
+        content = json.loads(text)
+        replica = tuple(MicrobatchSizes(**sizes) for sizes in content["replica"])
+        return cls(replica[cp_rank % len(replica)], replica, StepTotals(**content["totals"]), content["figures"])
+
+
+class StepBuilder:
+    """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
+
+    `dp_group` are the ranks that load different samples, over gloo; None where this rank loads none. Samples stay on
+    the `ranks_per_node` data-parallel ranks of a node where costs allow. `report` returns by the number of a step what
+    goes to the other ranks with the lengths of its samples. A builder of evaluation takes the group and `plans` of that
+    of training, and never works at the same time.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        dp_group: dist.ProcessGroup | None,
+        coords: RankCoords | None = None,
+        ranks_per_node: int | None = None,
+        evaluation_plans: PlanProcess | None = None,
+        report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT,
+    ) -> None:
+        self.settings, self.topology = settings, settings.topology
+        evaluates, cost_model = evaluation_plans is not None, settings.costs.model
+        self.cp_rank = 0 if coords is None else coords.cp
+        # From pinned memory transfers to a GPU are asynchronous.
+        self.pin_memory = torch.cuda.is_available()
+        self.plans = evaluation_plans or PlanProcess(
+            timeout=settings.peer_timeout / 2, warn=lambda text: warn_once(text, every_rank=True)
+        )
+        self._limits = (evaluates and settings.eval_limits) or settings.limits
+        self._dp_group = dp_group
+        self._ranks_per_node = None if self.topology.dynamic_cp else ranks_per_node
+        # Plans with dynamic context-parallel sizes take no images.
+        has_images = cost_model.image_linear or cost_model.image_quadratic
+        self._counts_images = bool(has_images) and not self.topology.dynamic_cp
+        self._weighting = None if evaluates else settings.loss_weighting
+        self._row_values = INLINE_LENGTHS
+        self._report = report
+        self._announced = {"step of": "evaluation" if evaluates else "training"}
+
+    @property
+    def loads_data(self) -> bool:
+        """True if this rank loads and exchanges samples."""
+        return self._dp_group is not None
+
+    def build(self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False) -> BalancedStep:
+        """One step, on every rank of the group, of the items that were fetched where `num_items` were wanted.
+
+        A BalanceError is raised on every rank of the group; its cause is the error of other code on this rank.
+        """
+        started = time.perf_counter()
+        group, topology, settings = self._dp_group, self.topology, self.settings
+        assert group is not None, "this rank loads data"
+        samples = self._split(fetched, num_items=num_items)
+        failure = samples if isinstance(samples, Failure) else None
+        samples = Samples.of([]) if isinstance(samples, Failure) else samples
+        reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
+        try:
+            gathered = gather_sample_lengths(
+                samples,
+                group=group,
+                error=None if failure is None else failure.text,
+                counts_images=self._counts_images,
+                header=Header(self._announced, number, reports, self._row_values),
+            )
+        except BalanceError as common:
+            raise common from failure.error if failure else common.__cause__
+        # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
+        self._row_values = gathered.next_row_values
+        if gathered.schema is None:
+            raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
+        plan_started = time.perf_counter()
+        schedule = self._plan(gathered)
+        plan_seconds = time.perf_counter() - plan_started
+        digest, lengths = schedule.digest(), schedule.lengths
+        check_same_schedule(digest, group=group)
+        replica, sample_ids, num_tokens = sizes_of_replica(
+            schedule,
+            dp_rank=group.rank(),
+            shape_bucket=settings.shape_bucket,
+            loss_weights=loss_weights(
+                gathered, weighting=self._weighting, num_microbatches=num_items * topology.dp_size
+            ),
+        )
+        if num_tokens > lengths.sum():  # on some rank: all of them raise
+            check_loss_mask(gathered.schema)
+        copies, destinations = schedule.copies(cp_rank=self.cp_rank)
+        ids, arrived = reroute_columns(
+            samples, sample_ids=copies, destinations=destinations, gathered=gathered, group=group
+        )
+        index = self.cp_rank if topology.dynamic_cp else 0
+        packs = pack(
+            replica[index],
+            topology=topology,
+            few_shapes=settings.few_shapes,
+            pin_memory=self.pin_memory,
+            samples=[arrived.select(np.searchsorted(ids, microbatch)) for microbatch in sample_ids[index]],
+            schema=gathered.schema,
+        )
+        # Context-parallel ranks of a replica run different packs, made from what all of them loaded.
+        tokens = [*samples.columns["tokens"]] if len(samples) else []
+        if not topology.dynamic_cp:
+            tokens = [microbatch["tokens"] for microbatch in packs]
+        totals = StepTotals(
+            np.unique(schedule.microbatch_of[lengths > 0]).size,
+            int(lengths.sum()),
+            int((lengths * lengths).sum()),
+            0 if gathered.sample_values is None else int(gathered.sample_values[:, 0].sum()),
+        )
+        return BalancedStep(
+            replica[index],
+            replica,
+            totals,
+            microbatches=packs,
+            schedule=schedule,
+            num_tokens=num_tokens,
+            reported=gathered.reported,
+            fingerprint=(digest ^ checksum(tokens)) & (2**63 - 1),
+            number=number,
+            plan_seconds=plan_seconds,
+            exchange_seconds=time.perf_counter() - started - plan_seconds,
+        )
+
+    def _split(self, fetched: Fetched, *, num_items: int) -> Samples | Failure:
+        """The samples of this rank on the CPU, or a failure that names the item."""
+        if fetched.ended:
+            text = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
+            return Failure(BalanceError(text))
+        if fetched.failure is not None:
+            return fetched.failure
+        parts: list[Samples] = []
+        for index, item in enumerate(fetched.items):
+            part = attempt(_split_item, item, unpad=self.settings.unpad)
+            if isinstance(part, Failure):
+                return replace(part, during=f"item {index} of this step")
+            parts.append(part)
+        if self._weighting is None:
+            return attempt(Samples.joined, parts)
+        return attempt(joined, parts, weighting=self._weighting)
+
+    def _plan(self, gathered: GatheredLengths) -> DataSchedule:
+        return self.plans.plan(
+            num_samples=len(gathered.lengths),
+            lengths=gathered.lengths,
+            image_patches=None if gathered.image_patches is None else Images(gathered.image_patches),
+            cost_model=self.settings.costs.model,
+            topology=self.topology,
+            limits=self._limits,
+            objective=self.settings.objective,
+            algorithm=self.settings.algorithm,
+            home_ranks=gathered.home_ranks,
+            move_samples=self.settings.balance_data,
+            ranks_per_node=self._ranks_per_node,
+        )
+
+
+def _split_item(item: Any, *, unpad: int | str | None) -> Samples:
+    if not isinstance(item, Mapping):
+        raise BalanceError(NOT_PACKED)
+    item = with_cu_seqlens({key: value.cpu() if isinstance(value, Tensor) else value for key, value in item.items()})
+    if item.get("cu_seqlens") is None:
+        if unpad is None:
+            raise BalanceError(NOT_PACKED)
+        item = with_row_lengths(item, padding=unpad)
+    return split_packed(item)
+
+
+def sizes_of_replica(
+    schedule: DataSchedule, *, dp_rank: int, shape_bucket: int, loss_weights: NDArray[np.float64] | None = None
+) -> tuple[tuple[MicrobatchSizes, ...], list[list[Ints]], int]:
+    """What each context-parallel rank of a replica runs, one for all where sizes do not differ; tokens of the step.
+
+    Between the two the sample ids of each micro-batch of these ranks.
+    """
+    cp_sizes, topology = schedule.cp_size_grid, schedule.topology
+    tokens = schedule.slot_tokens().reshape(cp_sizes.shape)
+    for size in np.unique(cp_sizes[cp_sizes > 0]).tolist():
+        mask, sized = cp_sizes == size, topology.with_cp_size(size)
+        tokens[mask] = filled_tokens(tokens[mask], topology=sized, limits=schedule.limits, shape_bucket=shape_bucket)
+    tokens[cp_sizes == 0] = 0
+    ids, owners = schedule.sample_ids(), schedule.owner_slots()
+    stops = np.cumsum(np.bincount(schedule.microbatch_of, minlength=cp_sizes.size))
+    starts = np.concatenate([[0], stops[:-1]])
+    replica: list[MicrobatchSizes] = []
+    sample_ids: list[list[Ints]] = []
+    width = topology.cp_size if topology.dynamic_cp else 1
+    for row in range(dp_rank * width, (dp_rank + 1) * width):
+        runs = cp_sizes[row] > 0
+        sample_ids.append([ids[starts[owner] : stops[owner]] for owner in owners[row][runs]])
+        real = [microbatch[schedule.lengths[microbatch] > 0] for microbatch in sample_ids[-1]]
+        weights = None if loss_weights is None else [loss_weights[samples].tolist() for samples in real]
+        lengths = [schedule.lengths[samples].tolist() for samples in real]
+        replica.append(MicrobatchSizes(cp_sizes[row][runs].tolist(), tokens[row][runs].tolist(), lengths, weights))
+    num_tokens = int((tokens // np.maximum(cp_sizes, 1) if topology.dynamic_cp else tokens).sum())
+    return tuple(replica), sample_ids, num_tokens
+
+
+def pack(
+    sizes: MicrobatchSizes,
+    *,
+    topology: Topology,
+    few_shapes: bool,
+    pin_memory: bool,
+    samples: Sequence[Samples] | None = None,
+    schema: SampleSchema | None = None,
+) -> list[Microbatch]:
+    """The micro-batches of a rank, from the samples of each; without samples, the starts of their sequences."""
+    packs: list[Microbatch] = []
+    multiples = {cp_size: topology.with_cp_size(cp_size).token_multiple for cp_size in {*sizes.cp_sizes}}
+    for number, (cp_size, num_tokens) in enumerate(zip(sizes.cp_sizes, sizes.num_tokens, strict=True)):
+        shape: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
+        shape["few_shapes"] = few_shapes
+        if samples is None:
+            packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
+        else:
+            packs.append(pack_microbatch(samples[number], schema=schema, **shape))
+    return _pin(packs) if pin_memory else packs
+
+
+def _pin(packs: Sequence[Microbatch]) -> list[Microbatch]:
+    """The packs in one block of pinned memory: torch keeps blocks, and a new one may make the device wait."""
+    sizes = [aligned(tensor.nbytes) for pack in packs for tensor in pack.values()]
+    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True).split(sizes))
+
+    def copy(tensor: Tensor) -> Tensor:
+        return next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    return [{name: copy(tensor) for name, tensor in pack.items()} for pack in packs]
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Checksum over the tokens of these tensors, one after another, and their positions in each."""
+    total = 0
+    for tensor in tensors:
+        tokens = tensor.flatten().long()
+        total = 31 * total + int(torch.dot(tokens, torch.arange(1, tokens.numel() + 1)))
+    return total

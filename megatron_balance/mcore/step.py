@@ -1,0 +1,333 @@
+"""A training step: Megatron's forward-backward schedule over balanced micro-batches.
+
+The schedule's place is taken by a function that pulls the items which the step would have read, balances them
+(`prepare.py`), and calls the schedule with another iterator and another number of micro-batches. A thread prepares the
+next step while this one runs. `get_num_microbatches()` is unchanged: the learning rate, consumed samples and resuming
+depend on what was loaded. A balanced evaluation has Megatron divide sums over tokens in every case: under `--sft` it
+averages means of micro-batches, which another packing changes.
+
+Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; a forward-only call is
+Megatron's own, unless it is a step of a balanced evaluation; every rank makes the same steps in the same order, one at
+a time, and the thread talks to the data-parallel ranks alone; an error in the data of one rank is raised on every rank
+of its data-parallel group and its model replica, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.hooking import patched_attrs
+from megatron_balance.mcore.lookahead import IteratorCache, PullAhead, StepThread, pull
+from megatron_balance.mcore.microbatch import CpGroups, RunningStep, connect
+from megatron_balance.mcore.pipeline_shapes import planned_shapes, variable_seq_lengths
+from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
+from megatron_balance.mcore.setup.layout import Layout
+from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.telemetry import Figures, Telemetry, figures_of, warn_of_oversized
+from megatron_balance.runtime.comm import PeerError, with_step_context
+from megatron_balance.runtime.failure import Failure, attempt, broadcast_step
+from megatron_balance.runtime.gather import OutOfStepError
+from megatron_balance.runtime.log import log_info, warn_once
+
+Schedule = Callable[..., Any]
+
+Prepared = tuple[list[Any], BalancedStep]
+"""A step that the thread made, and its items, by which the step that begins recognizes it."""
+
+
+class BalancedForwardBackward:
+    """Replaces the result of `get_forward_backward_func` while a run balances; every rank of the world makes one.
+
+    `args` are those of Megatron's own loop, `num_steps_done` is the count of another loop that may run a step again.
+    `running` is the step that Megatron's schedule runs now. `totals` are those of the newest training step; `log_scale`
+    the micro-batches of a rank that were loaded for it, over those that it ran with samples, in the mean: Megatron's
+    log divides by the first.
+    """
+
+    def __init__(
+        self, settings: Settings, *, args: Namespace | None, num_steps_done: Callable[[], int] | None = None
+    ) -> None:
+        topology, timeout = settings.topology, settings.timeout
+        self._settings, self._args, self._is_sft = settings, args, bool(getattr(args, "sft", False))
+        self._num_steps = 0
+        self._num_steps_done = num_steps_done or (lambda: self._num_steps)
+        self.last_step: BalancedStep | None = None
+        self.running: RunningStep | None = None
+        self.totals: StepTotals | None = None
+        self.log_scale = 1.0
+        layout = Layout.from_parallel_state(timeout=timeout)
+        # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
+        dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
+        replica = layout.replica_group(timeout=timeout)
+        self._layout, self._coords, loads_data = layout, layout.this_rank, dp_group is not None
+        self._telemetry: Telemetry | None = None
+        if loads_data or layout.is_last:
+            self._telemetry = Telemetry(settings, layout=layout, loads_data=loads_data, args=args)
+        shared: Any = {"dp_group": dp_group, "coords": self._coords, "ranks_per_node": layout.ranks_per_node}
+        report: Any = {} if self._telemetry is None else {"report": self._telemetry.report}
+        # Megatron has its writers on the last rank, which may load no data.
+        figures = figures_of if self._coords.dp == layout.coords[-1].dp else None
+        builder = StepBuilder(settings, **shared, **report)
+        self._training = training = StepPrefetcher(builder, replica=replica, figures=figures)
+        self._evaluation: StepPrefetcher | None = None
+        self._eval_steps_left = 0
+        if settings.eval_limits is not None:
+            builder = StepBuilder(settings, **shared, evaluation_plans=builder.plans)
+            self._evaluation = StepPrefetcher(builder, replica=replica, thread=training.thread)
+        self.cp_groups: CpGroups | None = None
+        if topology.dynamic_cp:
+            for_routers = settings.counts_router_tokens
+            self.cp_groups = CpGroups(topology, layout=layout, timeout=timeout, for_routers=for_routers)
+            if nbytes := connect(self.cp_groups.by_size):
+                size = f"{nbytes / 2**20:.0f} MiB of device memory on rank 0"
+                log_info(f"connecting context-parallel groups took {size}.")
+
+    @property
+    def evaluates(self) -> bool:
+        """True if evaluation is balanced too."""
+        return self._evaluation is not None
+
+    @property
+    def _iteration(self) -> int:
+        """The number in the log of the newest step, from 1; under `--skip-train` it is the checkpoint's."""
+        if self._args is None:
+            return self._num_steps_done() + 1
+        before = getattr(self._args, "curr_iteration", None)
+        return self._args.iteration if before is None else before + 1
+
+    def _with_sft(self, value: bool) -> AbstractContextManager[None]:
+        """Have Megatron's arguments hold this `--sft` in this context; other loops do not read it."""
+        return contextlib.nullcontext() if self._args is None else patched_attrs(self._args, sft=value)
+
+    @contextlib.contextmanager
+    def evaluating(self, num_steps: int) -> Iterator[None]:
+        """Balance the forward-only steps in this context, Megatron's `evaluate` of so many, where the run does."""
+        if self._evaluation is None:
+            yield
+            return
+        self._eval_steps_left = num_steps
+        try:
+            with self._with_sft(False):
+                yield
+        finally:
+            self._eval_steps_left = 0
+
+    def __call__(self, schedule: Schedule, **arguments: Any) -> Any:
+        """Run one step of Megatron's schedule, with what `train_step` or `evaluate` passes it, all by keyword."""
+        iteration = self._iteration
+        with with_step_context(f"iteration {iteration}"):
+            if not arguments.get("forward_only"):
+                # A run that ends before (by --exit-interval, time or a signal) has prepared one more, on every rank.
+                is_last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
+                following = None if is_last else f"iteration {iteration + 1}"
+                losses = self._step(self._training, schedule, arguments, following=following)
+                self._num_steps += 1
+                if self._layout.is_last:
+                    _warn_of_means(losses)
+                return losses
+            with self._with_sft(self._is_sft):
+                if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
+                    return schedule(**arguments)
+                self._eval_steps_left -= 1
+                following = f"evaluation after iteration {iteration}" if self._eval_steps_left else None
+                losses = self._step(self._evaluation, schedule, arguments, following=following)
+            # A mean depends on packing: a schedule must return a sum and its tokens.
+            for loss, value in (losses[0] if losses else {}).items():
+                if value.numel() != 2:
+                    raise BalanceError(
+                        f"The loss function reports {loss!r} as {value.numel()} numbers in evaluation: a balanced one "
+                        "needs the sum over tokens and their number. Return both, or set --no-balance-evaluation."
+                    )
+            return losses
+
+    def _step(
+        self, prefetcher: StepPrefetcher, schedule: Schedule, arguments: dict[str, Any], *, following: str | None
+    ) -> Any:
+        """Run a step, while the next one is prepared if there is one."""
+        iterators, number = arguments["data_iterator"], arguments["num_microbatches"]
+        # Chunks of a virtual pipeline all read the same rows.
+        candidates = iterators if isinstance(iterators, list) else [iterators]
+        source = next((iterator for iterator in candidates if iterator is not None), None)
+        source = source if prefetcher.builder.loads_data else None
+        self.last_step = step = prefetcher.balance(source, num_microbatches=number)
+        warn_of_oversized(step)
+        telemetry = None
+        if prefetcher is self._training:
+            telemetry = self._telemetry
+            self.totals = step.totals
+            self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
+        if telemetry is not None:
+            telemetry.begin(step, iteration=self._iteration)
+        if self._settings.overlap and following is not None:
+            prefetcher.prepare(source, num_microbatches=number, name=following)
+        try:
+            return self._run(schedule, step, arguments, telemetry=telemetry)
+        finally:
+            if telemetry is not None:
+                telemetry.end()
+
+    def _run(
+        self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, telemetry: Telemetry | None
+    ) -> Any:
+        """Megatron's schedule on the micro-batches of a step; its forward and backward passes come back by hooks."""
+        model, iterators = arguments["model"], arguments["data_iterator"]
+        arguments |= {"num_microbatches": step.num_microbatches, "micro_batch_size": 1}
+        running = RunningStep(
+            step,
+            settings=self._settings,
+            coords=self._coords,
+            cp_groups=self.cp_groups,
+            args=self._args,
+            model=model,
+            pipeline_shapes=planned_shapes(step.sizes, topology=self._settings.topology, arguments=arguments),
+            timed=contextlib.nullcontext if telemetry is None else telemetry.timed,
+        )
+        # Every chunk of a virtual pipeline reads the micro-batch that it runs.
+        arguments["data_iterator"] = [running] * len(iterators) if isinstance(iterators, list) else running
+        with patched_attrs(self, running=running), variable_seq_lengths(model), running.router_losses():
+            try:
+                return schedule(**arguments)
+            finally:
+                if self.cp_groups is not None:
+                    self.cp_groups.restore_engine_attention(model)
+
+
+def _warn_of_means(losses: Any) -> None:
+    """Name each loss that Megatron logs as a mean of micro-batches; other loops return anything."""
+    reports = losses[0] if isinstance(losses, list) and losses else None
+    for loss, value in reports.items() if isinstance(reports, dict) else ():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            warn_once(
+                f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, which "
+                "have unequal numbers of tokens in a balanced run. Return the sum over tokens and their number.",
+                every_rank=True,
+            )
+
+
+class StepPrefetcher:
+    """Turns the items of the data loader into balanced micro-batches as a step begins, or in a thread before it.
+
+    The thread pulls and makes the next step once the same iterator was passed twice in a row on every data-parallel
+    rank. What it made is used if its items are the same objects as those that the step pulls. Otherwise, and if making
+    it failed on any rank (its iterator has ended), the step is made as it begins.
+
+    `replica` are the ranks of its model replica, None for this one alone, which get `figures` of the step where given.
+    A `thread` is that of another prefetcher of this rank, which meets the same ranks.
+    """
+
+    def __init__(
+        self,
+        builder: StepBuilder,
+        *,
+        replica: dist.ProcessGroup | None = None,
+        thread: StepThread | None = None,
+        figures: Callable[[BalancedStep], Figures] | None = None,
+    ) -> None:
+        self.builder, self.thread = builder, thread or StepThread()
+        self._replica, self._figures = replica, figures
+        self._iterators = IteratorCache()
+        self._newest: PullAhead | None = None
+        self._prepared: Future[Prepared | None] | None = None
+        self._last: BalancedStep | None = None
+        self._num_steps = 0
+
+    def balance(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> BalancedStep:
+        """Pull one step's items and balance them; the iterator is None where this rank loads no data.
+
+        Raises:
+            BalanceError: on every rank of the data-parallel group and of the model replica; the data loader's own
+                error is its cause on the rank where it was raised.
+        """
+        started = time.perf_counter()
+        if data_iterator is None:
+            step = self._receive()
+        elif self._last is not None and getattr(data_iterator, "replaying", False):
+            step = self._last
+            self._send(step)
+        else:
+            step = attempt(self._make, data_iterator, num_microbatches=num_microbatches)
+            self._send(step)
+            assert not isinstance(step, Failure), "it was raised"
+        self._last = replace(step, exposed_seconds=time.perf_counter() - started)
+        if num_left := self._iterators.num_left:
+            warn_once(
+                f"the iterator changed with {num_left} prefetched items unused: they are handed out when the old one "
+                "comes again. If the new one reads the same loader through a wrapper of its own, it continues after "
+                "them: wrap the loader once, or set --no-balance-overlap.",
+                topic="another iterator",
+            )
+        return self._last
+
+    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str) -> None:
+        """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.
+
+        It warns at once of peers that do not answer or make another step, with the name of that step: training may be
+        in a collective whose watchdog ends the process.
+        """
+        if self._prepared is not None or data_iterator is None or self._last is None or self._last.new_iterator:
+            return
+        _, ahead = self._iterators.wrap(data_iterator)
+        number = self._num_steps
+
+        def work() -> Prepared | None:
+            fetched = ahead.fetch(num_microbatches)
+            try:
+                return fetched.items, self.builder.build(fetched, num_items=num_microbatches, number=number)
+            except (PeerError, OutOfStepError) as error:
+                warn_once(f"prepares {name}: {error}", every_rank=True)
+                raise
+            except BalanceError:
+                return None  # on every data-parallel rank: `balance` makes the step again, and raises if that fails too
+
+        self._prepared = self.thread.submit(work)
+
+    def _make(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> BalancedStep:
+        """The step, from the thread or made now."""
+        # No other thread may pull or meet the other ranks meanwhile. What failed there failed on every one of them.
+        self.thread.finish()
+        prepared = None if self._prepared is None else self._prepared.result()
+        self._prepared = None
+        iterator, ahead = self._iterators.wrap(data_iterator)
+        new_iterator, self._newest = ahead is not self._newest, ahead
+        fetched, number = pull(iterator, num_microbatches), self._num_steps
+        self._num_steps += 1
+        # A batch size that grows pulls more.
+        if prepared is not None and [*map(id, prepared[0])] == [*map(id, fetched.items)]:
+            return prepared[1]
+        return self.builder.build(fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator)
+
+    def _receive(self) -> BalancedStep:
+        """The step of the ranks of the replica that load data."""
+        builder = self.builder
+        step = BalancedStep.from_text(broadcast_step(group=self._replica), cp_rank=builder.cp_rank)
+        if not builder.loads_data:  # the first of its tensor-parallel group reads for it
+            return step
+        few_shapes = builder.settings.few_shapes
+        starts = pack(step.sizes, topology=builder.topology, few_shapes=few_shapes, pin_memory=builder.pin_memory)
+        return replace(step, microbatches=starts)
+
+    def _send(self, step: BalancedStep | Failure) -> None:
+        """Give the replica's other ranks the step, or the error, and raise it."""
+        if isinstance(step, Failure):
+            # Other ranks notice lost peers themselves, or are the lost ones.
+            if not isinstance(step.error, PeerError):
+                with contextlib.suppress(BalanceError):
+                    broadcast_step(group=self._replica, error=step.text)
+            raise step.error
+        figures = self._figures
+        broadcast_step(
+            lambda: step.to_text({} if figures is None else figures(step)),
+            group=self._replica,
+            digest=step.fingerprint,
+        )

@@ -1,0 +1,390 @@
+"""What a run says of itself: figures in the log and Megatron's writers, alarms, device memory, and the record.
+
+Nothing here sends a message: seconds and memory travel in the header by which ranks gather lengths two steps later. The
+first rank of the world logs and records plans, the first of every model replica (with `--balance-dynamic-cp` of every
+context-parallel rank) records its seconds, and the last rank has Megatron's writers.
+
+Invariants: telemetry does not change training; a step that Megatron runs again counts once; a new run replaces the
+record in the folder, a resumed one continues it; a figure that is not known is absent, and left out of means.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megatron_balance.mcore.prepare import BalancedStep
+from megatron_balance.mcore.setup.layout import Layout
+from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.planner import resolve_objective, slowest_over_mean, unavoidable_waiting
+from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
+from megatron_balance.runtime.log import log_info, warn_once
+from megatron_balance.runtime.process import close_on_undo, device_kind, environment
+
+Figures = dict[str, float]
+
+MAX_UNREAD_STEPS = 8
+"""Steps whose marks the device has not passed yet; older ones are dropped."""
+
+REPORT_DELAY = 2
+"""Steps after which seconds are reported: the next step is gathered while the one after that runs."""
+
+FIRST_STEPS = 4
+"""Steps after which memory is read: the optimizer has its state, and micro-batches were full."""
+
+FREE_FRACTION = 0.1
+"""Part of a device that the cap leaves to other libraries, fragments and longer samples."""
+
+GIB = 2**30
+
+ALARM_STEPS = 20
+MAX_EXPOSED, MAX_UNEVEN = 0.01, 0.1
+"""Waiting for data over the time between two steps, and measured imbalance above the planned one, before an alarm."""
+
+EXPOSED = (
+    "steps wait for their data {:.1%} of their time: look whether the loader keeps up (--num-workers), and whether "
+    "ranks have CPU cores to spare."
+)
+UNEVEN = (
+    "ranks are less even than planned: max/mean of their time is {:.0%} above the plan's. Fit the costs to a record of "
+    "this run (megatron-balance fit), or look for a slow device."
+)
+
+
+class Telemetry:
+    """The view of the run on a rank that loads data, or has Megatron's writers; `args` are those of Megatron's loop."""
+
+    def __init__(self, settings: Settings, *, layout: Layout, loads_data: bool, args: Namespace | None) -> None:
+        self._settings, self._coords, self._args = settings, layout.this_rank, args
+        self._logs = dist.get_rank() == 0
+        self._has_figures = self._logs or layout.is_last
+        self._measures = loads_data and layout.this_rank.tp == 0
+        self._on_gpu = device_kind() == "cuda"
+        self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._timer: StepTimer | None = None
+        self._nanoseconds: dict[int, int] = {}  # by the number of the step
+        self._objective = ""
+        self._interval: list[Figures] = []
+        self._figures: Figures = {}  # of a step that has not ended
+        self._began: float | None = None
+        self._alarms = Alarms()
+        self._shapes: set[int] = set()  # at most one for each token of the cap
+        self._memory = (0, 0, 0)
+        self._newest_iteration = self._max_tokens = 0
+        self._record: RecordThread | None = None
+        if settings.record is not None and layout.leads_replica(each_cp_rank=settings.topology.dynamic_cp):
+            folder = f"--balance-record {settings.record}"  # every rank that writes has a disk of its own to fill
+            self._record = RecordThread(
+                self._open_record,
+                warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", every_rank=True),
+            )
+        close = self._close  # one object, by which atexit knows it
+        atexit.register(close)
+        close_on_undo(functools.partial(atexit.unregister, close))
+        close_on_undo(close)
+
+    def begin(self, step: BalancedStep, *, iteration: int) -> None:
+        """A step is about to run."""
+        self._read_timers()
+        if self._measures:
+            self._timer = StepTimer(on_gpu=self._on_gpu)
+            self._unread.append((step, iteration, self._timer))
+        if iteration == self._newest_iteration:  # it runs again
+            return
+        self._log_interval()
+        self._newest_iteration = iteration
+        self._read_memory(step)
+        if not self._has_figures:
+            return
+        self._shapes.update(step.sizes.num_tokens)
+        self._figures = figures_of(step) | {"num_shapes": len(self._shapes)}
+        if not self._logs or step.schedule is None:
+            return
+        if self._on_gpu:
+            began, self._began = self._began, time.perf_counter()
+            self._alarms.check(self._figures, step_seconds=None if began is None else self._began - began)
+        if self._record is not None:
+            schedule, names = step.schedule, ("plan_seconds", "exchange_seconds", "exposed_seconds")
+            times = {name: getattr(step, name) for name in names}
+            self._record.add(lambda to: to.add_step(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
+        if self._settings.log_interval:
+            self._objective = step.schedule.objective
+            self._interval.append(self._figures)
+
+    def timed(self, number: int | None = None) -> AbstractContextManager[None]:
+        """Measures a forward pass of the micro-batch of this number, or without one a backward pass."""
+        return contextlib.nullcontext() if self._timer is None else self._timer.timed(number)
+
+    def end(self) -> None:
+        """Ends the step: later passes (evaluation) are not measured."""
+        self._timer = None
+        self._read_timers()
+        args, figures, self._figures = self._args, self._figures, {}
+        if args is None or not figures or self._newest_iteration % args.tensorboard_log_interval:
+            return
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+        for name, value in figures.items():
+            if tensorboard:
+                tensorboard.add_scalar(f"balance/{name}", value, self._newest_iteration)
+            if wandb:
+                wandb.log({f"balance/{name}": value}, self._newest_iteration)
+
+    def report(self, number: int) -> tuple[int, ...]:
+        """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""
+        return (*self._memory, self._nanoseconds.get(number - REPORT_DELAY, 0))
+
+    def _close(self) -> None:
+        """Training is over."""
+        self._read_timers()
+        self._log_interval()
+        if self._record is not None:
+            self._record.close()
+
+    def _log_interval(self) -> None:
+        """Log the figures of an interval, if the newest step was its last."""
+        if not self._interval or self._newest_iteration % self._settings.log_interval:
+            return
+        figures = mean_figures(self._interval) | {"num_shapes": float(len(self._shapes))}
+        self._interval.clear()
+        log_info(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
+
+    def _read_timers(self) -> None:
+        """Read the marks of every step that the device has finished."""
+        while self._unread and self._unread[0][-1] is not self._timer and self._unread[0][-1].is_finished:
+            step, iteration, timer = self._unread.popleft()
+            seconds = timer.seconds(step.num_microbatches)
+            if seconds is None:
+                continue
+            self._nanoseconds[step.number] = max(int(seconds.sum() * 1e9), 1)
+            if len(self._nanoseconds) > MAX_UNREAD_STEPS:
+                del self._nanoseconds[min(self._nanoseconds)]
+            if self._record is not None:
+                if len(seconds) != step.num_microbatches:  # under a virtual pipeline
+                    seconds = np.full(step.num_microbatches, np.nan)
+                self._record.add(functools.partial(RecordWriter.add_seconds, iteration=iteration, seconds=seconds))
+
+    def _open_record(self) -> RecordWriter:
+        """The writer of this rank's part of the record."""
+        settings, coords, costs, info = self._settings, self._coords, self._settings.costs, None
+        if self._logs:
+            rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
+            info = RunInfo(
+                topology=settings.topology,
+                limits=settings.limits,
+                cost_model=costs.model,
+                cost_name=costs.name,
+                objective=resolve_objective(settings.objective, topology=settings.topology),
+                policy=settings.policy,
+                environment=environment(device_kind()) | rate,
+                row_tokens=settings.row_tokens,
+                num_rows=settings.num_rows,
+            )
+        rank = coords.dp * settings.topology.cp_size + coords.cp if settings.topology.dynamic_cp else coords.dp
+        return RecordWriter(Path(settings.record or ""), rank=rank, info=info, resume=settings.resumes)
+
+    def _read_memory(self, step: BalancedStep) -> None:
+        """Read the allocator's counters, resetting none; those of all ranks come with the next step."""
+        if step.number == FIRST_STEPS:
+            self._memory = _peak_and_cap(self._max_tokens)
+        elif self._memory[0]:
+            self._memory = (torch.cuda.max_memory_allocated(), *self._memory[1:])
+        memory = None if step.reported is None else step.reported[:, 2:5]
+        if self._logs and step.number == FIRST_STEPS + 1 and memory is not None and memory[:, 0].all():
+            peak, reserved = (memory[:, :2].max(axis=0) / GIB).tolist()
+            stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
+            log_info(
+                f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
+                f"--max-tokens-per-gpu {memory[:, 2].min()} would leave 10 % of device memory free, beside what other "
+                "libraries hold now."
+            )
+        tokens = [n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)]
+        self._max_tokens = max([self._max_tokens, *tokens])
+
+
+def _peak_and_cap(max_tokens: int) -> tuple[int, int, int]:
+    """Peaks allocated and reserved in bytes, and the cap; between steps, weights and optimizer are allocated."""
+    peak, static = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    if not static:  # a CPU, which has no properties to ask for
+        return 0, 0, 0
+    free, total = torch.cuda.mem_get_info()  # NCCL's buffers, contexts and workspaces are no allocations of torch
+    external = max(total - free - torch.cuda.memory_reserved(), 0)
+    available = max(total * (1 - FREE_FRACTION) - external - static, 0)
+    cap = int(max_tokens * available / max(peak - static, 1)) // 128 * 128
+    return peak, torch.cuda.max_memory_reserved(), cap
+
+
+def warn_of_oversized(step: BalancedStep) -> None:
+    """Warn once where a sample is longer than the cap; figures count such samples."""
+    schedule = step.schedule
+    if schedule is None or not schedule.oversized:
+        return
+    longest = int(schedule.padded_lengths.max())
+    topology = schedule.topology.with_cp_size(schedule.topology.dynamic_cp_sizes[-1])
+    cap = schedule.limits.max_tokens_per_microbatch(topology)
+    warn_once(
+        f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
+        f"{topology.cp_size} context-parallel ranks). Such samples run alone; raise the cap or shorten them if "
+        "memory runs out.",
+        topic="oversized",
+    )
+
+
+def figures_of(step: BalancedStep) -> Figures:
+    """The figures of a step, by the plan where this rank has it.
+
+    Seconds of plan, exchange and waiting are those of this rank, measured ones those of the data-parallel ranks of one
+    pipeline stage and context-parallel rank, some steps before. `tokens_at_cp_N` are tokens that ran at
+    context-parallel size N over all.
+    """
+    schedule, reported = step.schedule, step.reported
+    if schedule is None or reported is None:
+        return {**step.figures, "exposed_seconds": step.exposed_seconds}
+    topology, total, seconds = schedule.topology, max(int(schedule.lengths.sum()), 1), reported[:, -1] / 1e9
+    figures: Figures = {
+        "planned_imbalance": slowest_over_mean(schedule.cost_grid, objective=schedule.objective, topology=topology),
+        "over_bound": schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
+        "unavoidable_waiting": unavoidable_waiting(schedule.cost_grid, lower_bound=schedule.lower_bound),
+        "oversized_samples": len(schedule.oversized),
+        "num_microbatches": schedule.num_microbatches,
+        "padding_fraction": 1 - int(schedule.lengths.sum()) / max(step.num_tokens, 1),
+        "fallback_plans": float(reported[:, 1].sum()),
+        "plan_seconds": step.plan_seconds,
+        "exchange_seconds": step.exchange_seconds,
+        "exposed_seconds": step.exposed_seconds,
+    }
+    if (seconds > 0).all():
+        figures["measured_imbalance"] = float(seconds.max() / seconds.mean())
+        figures["busiest_rank_seconds"] = float(seconds.max())
+    if reported[:, 2].all():
+        figures["peak_GiB"] = float(reported[:, 2].max()) / GIB
+    if topology.dynamic_cp:
+        sizes = schedule.cp_size_grid.ravel()[schedule.microbatch_of]
+        fractions = {size: int(schedule.lengths[sizes == size].sum()) / total for size in topology.dynamic_cp_sizes}
+        figures |= {f"tokens_at_cp_{size}": fraction for size, fraction in fractions.items()}
+        figures["mean_cp_size"] = sum(size * fraction for size, fraction in fractions.items())
+    elif schedule.home_ranks is not None:
+        moved = schedule.lengths[schedule.destinations() != schedule.home_ranks]
+        figures["moved_fraction"] = int(moved.sum()) / total
+    return figures
+
+
+def mean_figures(steps: Iterable[Figures]) -> Figures:
+    """Each figure's mean over the steps where it is known."""
+    values: dict[str, list[float]] = {}
+    for figures in steps:
+        for name, value in figures.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(column) / len(column) for name, column in values.items()}
+
+
+def log_line(figures: Figures) -> str:
+    """The log line of these steps."""
+    measured = "unknown"
+    if "measured_imbalance" in figures:
+        busiest = figures["busiest_rank_seconds"] * 1e3
+        measured = f"{figures['measured_imbalance']:.4f} (busiest rank {busiest:.1f} ms)"
+    parts = [
+        f"max/mean of rank time: planned {figures['planned_imbalance']:.4f}, measured {measured}",
+        f"{figures['over_bound']:.4f} of the bound, where {figures['unavoidable_waiting']:.1%} of the time is waiting",
+        f"micro-batches {figures['num_microbatches']:.4g} ({figures['num_shapes']:.0f} shapes so far)",
+    ]
+    if "mean_cp_size" in figures:
+        prefix = "tokens_at_cp_"
+        fractions = {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
+        sizes = ", ".join(f"{size}: {fraction:.0%}" for size, fraction in fractions.items() if fraction)
+        parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token ({sizes})")
+    parts.append(f"padding {figures['padding_fraction']:.1%}")
+    if figures["oversized_samples"]:
+        parts.append(f"samples over the cap {figures['oversized_samples']:.4g}")
+    if "moved_fraction" in figures:
+        parts.append(f"moved {figures['moved_fraction']:.0%} of tokens")
+    parts += [f"{name} {figures[f'{name}_seconds'] * 1e3:.1f} ms" for name in ("plan", "exchange", "exposed")]
+    return " | ".join(parts)
+
+
+class Alarms:
+    """Warn once of each excess that lasts ALARM_STEPS steps in a row; steps where it is not known are left out."""
+
+    def __init__(self) -> None:
+        self._num_steps = {EXPOSED: 0, UNEVEN: 0}
+        self._planned: deque[float] = deque(maxlen=REPORT_DELAY + 1)
+
+    def check(self, figures: Figures, *, step_seconds: float | None) -> None:
+        """Of one step: the measured imbalance is that of an earlier one; seconds since the step before, if known."""
+        self._planned.append(figures["planned_imbalance"])
+        if step_seconds is not None:
+            self._count(EXPOSED, figures["exposed_seconds"] / step_seconds, limit=MAX_EXPOSED)
+        if "measured_imbalance" in figures and len(self._planned) > REPORT_DELAY:
+            self._count(UNEVEN, figures["measured_imbalance"] / self._planned[0] - 1, limit=MAX_UNEVEN)
+
+    def _count(self, text: str, value: float, *, limit: float) -> None:
+        self._num_steps[text] = self._num_steps[text] + 1 if value > limit else 0
+        if self._num_steps[text] == ALARM_STEPS:
+            warn_once(text.format(value), topic=text)
+
+
+class StepTimer:
+    """The seconds of the passes of a step on one rank, between marks in its stream of work; the device never waits.
+
+    They include what a pass waits for (all-to-all, parameters of FSDP, tensor- and context-parallel peers), so that
+    ranks which meet in a micro-batch look more even than they are, and exclude pipeline neighbours, gradient reduction
+    and optimizer. On a GPU marks are events in the stream that computes; else the thread's own CPU time, which other
+    jobs of the machine do not lengthen.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._passes: list[tuple[int | None, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def timed(self, number: int | None) -> Iterator[None]:
+        """Measures a forward pass of the micro-batch of this number, or without one a backward pass, in one order."""
+        start = self._mark()
+        yield
+        self._passes.append((number, start, self._mark()))
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the device has passed the last mark; does not wait."""
+        return not self._on_gpu or not self._passes or self._passes[-1][-1].query()
+
+    def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:
+        """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
+
+        `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
+        """
+        forward: list[tuple[int, float]] = []
+        backward: list[float] = []
+        for number, start, end in self._passes:
+            seconds = start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
+            if number is None:
+                backward.append(seconds)
+            else:
+                forward.append((number, seconds))
+        if not forward or len(forward) != len(backward):
+            return None
+        pairs = sorted((number, first + second) for (number, first), second in zip(forward, backward, strict=True))
+        sums = np.array([seconds for _, seconds in pairs])
+        return sums if len(sums) == num_microbatches else sums.sum(keepdims=True)
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
