@@ -32,6 +32,9 @@ _DRAWS = 2
 _SLOPES = (2, 8)
 """Slopes of targets: the middle slot costs three or nine times the first and the last."""
 
+_MAX_STARTED = 2**17
+"""Samples in starts of each way; where they are more, fewer numbers of micro-batches are tried, at least three."""
+
 _SURVIVORS = (8, 4, 2, 1)
 """Plans that are improved in each turn."""
 
@@ -51,6 +54,7 @@ def plan_pipeline(batch: Batch, *, num_slots: int | None = None, effort: int = E
     batch = batch.take(order)
     starts: list[list[tuple[Ints, int]]] = [[], []]
     numbers = slot_numbers(batch, num_slots)
+    numbers = numbers[:: -(-len(numbers) // max(_MAX_STARTED // max(batch.num_samples, 1), 3))]
     while not any(starts):
         for number in numbers:
             ways = [_list_schedule(batch, profile) for profile in profiles(batch, number)]
