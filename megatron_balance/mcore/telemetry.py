@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.planner import resolve_objective, slowest_over_mean, unavoidable_waiting
+from megatron_balance.planner import DataSchedule, resolve_objective, slowest_over_mean, unavoidable_waiting, waiting
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
+from megatron_balance.record.step import rank_slowdowns
 from megatron_balance.runtime.log import log_info, warn_once
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
@@ -53,6 +54,9 @@ GIB = 2**30
 ALARM_STEPS = 20
 MAX_EXPOSED, MAX_UNEVEN = 0.01, 0.1
 """Waiting for data over the time between two steps, and measured imbalance above the planned one, before an alarm."""
+
+SPEED_STEPS, MAX_SLOWDOWN = 50, 1.05
+"""Steps after which the rank that is slowest for its work is logged, and the slowdown above which it is a warning."""
 
 EXPOSED = (
     "steps wait for their data {:.1%} of their time: look whether the loader keeps up (--num-workers), and whether "
@@ -80,7 +84,7 @@ class Telemetry:
         self._interval: list[Figures] = []
         self._figures: Figures = {}  # of a step that has not ended
         self._began: float | None = None
-        self._alarms = Alarms()
+        self._alarms, self._speeds = Alarms(), RankSpeeds()
         self._shapes: set[int] = set()  # at most one for each token of the cap
         self._memory = (0, 0, 0)
         self._newest_iteration = self._max_tokens = 0
@@ -116,6 +120,8 @@ class Telemetry:
         if self._on_gpu:
             began, self._began = self._began, time.perf_counter()
             self._alarms.check(self._figures, step_seconds=None if began is None else self._began - began)
+        if step.reported is not None:
+            self._speeds.add(step.schedule, seconds=step.reported[:, -1] / 1e9)
         if self._record is not None:
             schedule, names = step.schedule, ("plan_seconds", "exchange_seconds", "exposed_seconds")
             times = {name: getattr(step, name) for name in names}
@@ -183,6 +189,8 @@ class Telemetry:
         settings, coords, costs, info = self._settings, self._coords, self._settings.costs, None
         if self._logs:
             rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
+            granularity = getattr(self._args, "recompute_granularity", None)
+            recompute = {} if granularity is None else {"recompute": granularity}
             info = RunInfo(
                 topology=settings.topology,
                 limits=settings.limits,
@@ -190,7 +198,7 @@ class Telemetry:
                 cost_name=costs.name,
                 objective=resolve_objective(settings.objective, topology=settings.topology),
                 policy=settings.policy,
-                environment=environment(device_kind()) | rate,
+                environment=environment(device_kind()) | rate | recompute,
                 row_tokens=settings.row_tokens,
                 num_rows=settings.num_rows,
             )
@@ -206,10 +214,13 @@ class Telemetry:
         memory = None if step.reported is None else step.reported[:, 2:5]
         if self._logs and step.number == FIRST_STEPS + 1 and memory is not None and memory[:, 0].all():
             peak, reserved = (memory[:, :2].max(axis=0) / GIB).tolist()
+            cap = max(int(memory[:, 2].min()), 1)
+            if self._record is not None:
+                self._record.add(lambda writer: writer.add_cap(cap))
             stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
             log_info(
                 f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
-                f"--max-tokens-per-gpu {memory[:, 2].min()} would leave 10 % of device memory free, beside what other "
+                f"--max-tokens-per-gpu {cap} would leave 10 % of device memory free, beside what other "
                 "libraries hold now."
             )
         tokens = [n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)]
@@ -336,6 +347,36 @@ class Alarms:
         self._num_steps[text] = self._num_steps[text] + 1 if value > limit else 0
         if self._num_steps[text] == ALARM_STEPS:
             warn_once(text.format(value), topic=text)
+
+
+class RankSpeeds:
+    """Names the rank that takes longest for its work, every SPEED_STEPS steps in which ranks wait at the end alone."""
+
+    def __init__(self) -> None:
+        self._costs: deque[NDArray[np.int64]] = deque(maxlen=REPORT_DELAY + 1)
+        self._steps: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+
+    def add(self, schedule: DataSchedule, *, seconds: NDArray[np.float64]) -> None:
+        """The plan of a step, and the `[dp_size]` seconds of an earlier one, 0 where not known."""
+        if schedule.topology.dynamic_cp or waiting(schedule.objective, topology=schedule.topology).sync_size > 1:
+            return
+        self._costs.append(schedule.cost_grid.sum(axis=1))
+        if len(self._costs) > REPORT_DELAY and (seconds > 0).all():
+            self._steps.append((self._costs[0], seconds))
+        if len(self._steps) < SPEED_STEPS:
+            return
+        costs, measured = (np.array(columns, dtype=float) for columns in zip(*self._steps, strict=True))
+        self._steps.clear()
+        slowdowns = rank_slowdowns(costs, seconds=measured)
+        rank = int(slowdowns.argmax())
+        text = (
+            f"data-parallel rank {rank} takes {slowdowns[rank]:.2f} times as long as the median rank for the same work"
+        )
+        if slowdowns[rank] > MAX_SLOWDOWN:
+            remedy = "look whether its device is throttled or shared, and take its node out"
+            warn_once(f"{text}, in {SPEED_STEPS} steps: {remedy}.", topic=f"slow rank {rank}")
+        else:
+            log_info(f"speeds: {text}, and no rank longer")
 
 
 class StepTimer:

@@ -13,6 +13,7 @@ from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
 from test_matrix import FIGURES, cp_sizes, microbatches, run_of, samples
 from training_run import assert_equal
 
+from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.mcore import telemetry
@@ -95,13 +96,17 @@ def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, row
 @about("DP2", "by-flops")
 def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: KeptRuns, row: Row) -> None:
     memory = (("stand_ins:device_memory", {}),)
-    ran = train(f"{row.stock} {BY_FLOPS} --train-iters 6 --eval-iters 0", stand_ins=memory)
+    ran = train(
+        f"{row.stock} {BY_FLOPS} --train-iters 6 --eval-iters 0 --balance-record {{run}}/record", stand_ins=memory
+    )
     said = re.findall(
         r"peak device memory: (.*) GiB allocated, (.*) reserved\. .*--max-tokens-per-gpu (\d+) ", ran.log(0)
     )
     # Both keep 12 of 80 GiB between steps, and others 5. Of 55 left below nine tenths the largest took 10, or 20.
     largest = [max(m["tokens"] for step in steps[:4] for m in step) for steps in microbatches(ran)]
-    assert said == [("32.0", "40.0", str(min(largest[0] * 55 // 10, largest[1] * 55 // 20) // 128 * 128))]
+    cap = min(largest[0] * 55 // 10, largest[1] * 55 // 20) // 128 * 128
+    assert said == [("32.0", "40.0", str(cap))]
+    assert read_record(ran.folder / "record").measured_cap == cap
     assert [line["numbers"].get("balance/peak_GiB") for line in ran.of_kind("logged")[-1]] == [None] * 5 + [32.0]
 
 
@@ -136,6 +141,26 @@ def test_an_alarm_warns_once_after_twenty_steps_in_a_row(
     for _ in range(40):
         alarms.check(stock | {name: excess}, step_seconds=1.0)
     assert said == [telemetry.EXPOSED if name == "exposed_seconds" else telemetry.UNEVEN]
+
+
+def test_a_slow_rank_is_named_after_fifty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 takes a fifth longer for its work, whatever that is; seconds are those of two steps before."""
+    warnings: list[str] = []
+    monkeypatch.setattr(telemetry, "warn_once", lambda text, topic: warnings.append(text))
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6, 1, (60, 16)).astype(np.int64) + 1
+    options = {"cost_model": CostModel(linear=1000, quadratic=1), "topology": Topology(4), "limits": Limits(8192)}
+    schedules = [build_data_schedule(step, **options) for step in lengths]
+    slow, even = telemetry.RankSpeeds(), telemetry.RankSpeeds()
+    for index, schedule in enumerate(schedules[:52]):
+        assert warnings == []
+        costs = schedules[max(index - 2, 0)].cost_grid.sum(axis=1) * rng.uniform(0.98, 1.02, 4)
+        even.add(schedule, seconds=costs * (index > 1))
+        slow.add(schedule, seconds=costs * [1, 1, 1.2, 1] * (index > 1))
+    (warning,) = warnings
+    assert re.match(
+        r"data-parallel rank 2 takes 1\.(19|20|21) times as long as the median rank for the same work", warning
+    )
 
 
 @about("DP2", "over-long")
