@@ -210,10 +210,11 @@ def test_files_and_flags_that_are_named_exist(page: Path) -> None:
     assert page == ADAPTERS or set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", text)) <= known
 
 
-def name_bound_by(node: ast.AST) -> str:
-    """What a definition or an assignment binds."""
+def names_bound_by(node: ast.AST) -> set[str]:
+    """What a definition, an assignment or an import binds."""
     targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-    return getattr(node, "name", "") or next((name.id for name in targets if isinstance(name, ast.Name)), "")
+    names = {name.id for name in targets if isinstance(name, ast.Name)} | {getattr(node, "name", "")}
+    return names | ({alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set())
 
 
 def test_functions_that_the_guide_to_the_code_names_are_where_it_says() -> None:
@@ -226,7 +227,7 @@ def test_functions_that_the_guide_to_the_code_names_are_where_it_says() -> None:
         path = file or path
         nodes: list[ast.AST] = [ast.parse((ROOT / path).read_text())]
         for part in name.split("."):
-            nodes = [node for outer in nodes for node in getattr(outer, "body", []) if name_bound_by(node) == part]
+            nodes = [node for outer in nodes for node in getattr(outer, "body", []) if part in names_bound_by(node)]
         assert nodes, f"{path} has no {name}"
 
 
