@@ -37,8 +37,8 @@ class Topology:
         token_alignment: the tokens of a micro-batch on each GPU, once context and sequence parallelism have split
             them, are a multiple of this, as FP8 and FP4 layers require. 1 for none.
         dynamic_cp: every micro-batch has a context-parallel size of its own, a power of two of the
-            `dp_size * cp_size` leaves.
-        max_cp_size: largest such size; None for as large as the leaves allow.
+            `dp_size * cp_size` DP×CP ranks.
+        max_cp_size: largest such size; None for as large as these allow.
 
     Raises:
         BalanceError: a size is not a positive integer, or `max_cp_size` is given without `dynamic_cp`.
@@ -82,7 +82,7 @@ class Topology:
 
     @property
     def dp_cp_size(self) -> int:
-        """Ranks that dynamic context parallelism groups: leaf `dp_rank * cp_size + cp_rank`."""
+        """Ranks that dynamic context parallelism groups: DP×CP rank `dp_rank * cp_size + cp_rank`."""
         return self.dp_size * self.cp_size
 
     @property
@@ -112,7 +112,7 @@ class Topology:
 
     @property
     def dynamic_cp_sizes(self) -> tuple[int, ...]:
-        """Context-parallel sizes that a micro-batch may have, rising.
+        """Context-parallel sizes that a micro-batch may have, ascending.
 
         Examples:
             >>> Topology(3, cp_size=4, dynamic_cp=True).dynamic_cp_sizes
@@ -154,7 +154,7 @@ class Topology:
 
     @property
     def sync_size(self) -> int:
-        """Neighbouring data-parallel ranks, or leaves, that wait for one another in every micro-batch; 1 for none.
+        """Neighbouring data-parallel ranks, or DP×CP ranks, that wait for one another in every micro-batch; 1 for none.
 
         Examples:
             >>> [Topology(8, **ranks).sync_size for ranks in ({}, {"ep_size": 4}, {"fully_sharded": True})]
@@ -166,16 +166,16 @@ class Topology:
 
     @property
     def ep_dp_size(self) -> int:
-        """Neighbouring data-parallel ranks, or leaves, that exchange tokens with one another in every MoE layer.
+        """Neighbouring data-parallel ranks, or DP×CP ranks, that exchange tokens with one another in every MoE layer.
 
         Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism,
         and forms expert groups of `etp_size*ep_size` consecutive ranks, so that a group reaches over
         `etp_size*ep_size / (tp_size*cp_size)` data-parallel ranks, and with `dynamic_cp` over `etp_size*ep_size /
-        tp_size` leaves. (megatron.core.parallel_state, RankGenerator with order tp-cp-ep-dp-pp.)
+        tp_size` DP×CP ranks. (megatron.core.parallel_state, RankGenerator with order tp-cp-ep-dp-pp.)
         """
         if self.ep_size == 1:
             return 1
-        # A leaf is one context-parallel rank.
+        # A DP×CP rank is one context-parallel rank.
         num_ranks, cp_size = (self.dp_cp_size, 1) if self.dynamic_cp else (self.dp_size, self.cp_size)
         span = -(-self.etp_size * self.ep_size // (self.tp_size * cp_size))
         return min(max(span, 1), num_ranks)

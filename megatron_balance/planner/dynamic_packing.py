@@ -103,11 +103,7 @@ def _plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
 
 
 def _plan_on_tree(batch: SizedBatch) -> Plan:
-    """Samples on nodes so that the largest load is least, then packed node by node, slots from the root down.
-
-    All ranks of a node have the same ancestors, so they reach its micro-batches in the same slot and at the same time:
-    no rank waits inside a micro-batch.
-    """
+    """Samples on nodes so that the largest load is least, then packed node by node, slots from the root down."""
     local, floor, plans = batch.with_local_experts(), batch.min_work(), list[Plan]()
     # The number of micro-batches of a rank is not known: their fixed costs by tokens, none, or for each shared sample.
     whole, part = divmod(batch.per_microbatch, batch.cap)
@@ -372,10 +368,7 @@ def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> tuple[_Packs, i
 
 
 def _shelve(batch: SizedBatch, packs: _Packs) -> Plan:
-    """Packs by descending cost into the first slot with room, as in strip packing with shelves: like costs share one.
-
-    Free ranks of a slot join its costliest packs: this shortens the slot and avoids dummies.
-    """
+    """Packs by descending cost into the first slot with room, as in strip packing; free ranks join the costliest."""
     levels, pack_of = packs.levels.copy(), packs.pack_of
     loads = sums(batch.at(batch.costs, levels[pack_of]), pack_of, levels.size)
     counts = np.bincount(pack_of, minlength=levels.size)
@@ -395,10 +388,7 @@ def _shelve(batch: SizedBatch, packs: _Packs) -> Plan:
 
 
 def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: Ints, levels: Ints, spare: int) -> None:
-    """Doubles the costliest packs of a slot while it has free ranks and gets no longer.
-
-    `samples` are the ids of each pack, `loads` their cost; `levels` are changed in place.
-    """
+    """Doubles the costliest packs of a slot, in `levels`, while it has free ranks and gets no longer."""
     heap = [(-int(loads[pack]), pack) for pack in packs]
     heapify(heap)
     fixed = 0

@@ -60,10 +60,7 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, num_slots: int | None = None) 
 
 
 def _rounds(batch: Batch, ranks: Ints, profile: Ints) -> Iterator[tuple[int, Ints]]:
-    """Numbers of slots, and the slot of every sample within its rank; where ranks meet, with targets that follow.
-
-    Samples come rank by rank, costliest first. `profile`: relative targets of slots. More slots where they lack room.
-    """
+    """Numbers of slots, and the slot of each sample in its rank: by a profile of targets, then by corrected targets."""
     num_slots, costs = profile.size, sums(batch.local_cost, ranks, batch.num_ranks)
     targets = -(-costs[:, None] // int(profile.sum())) * profile
     while (slots := _assign_on_ranks(batch, ranks, targets)) is None:

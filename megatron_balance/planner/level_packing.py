@@ -238,10 +238,7 @@ def _pack(batch: Batch, num_slots: int) -> _Packing:
 
 
 def _searched(batch: Batch, packing: _Packing) -> _Packing:
-    """The packing after the local search, if that is faster.
-
-    A larger batch is searched only far above the bound where sums of ranks alone count: there the cap is tight.
-    """
+    """The packing after the local search, if that is faster; a larger batch is searched only where the cap is tight."""
     bin_of, number = packing.bin_of, packing.num_slots
     is_tight = batch.sync_size == 1 and batch.num_samples <= 4 * _SEARCHED
     if len(batch.costs) > 1:
@@ -253,11 +250,7 @@ def _searched(batch: Batch, packing: _Packing) -> _Packing:
 
 
 def _search_expert_cap(batch: Batch, best: _Packing) -> _Packing:
-    """The best packing with other caps of the expert work in dominated slots.
-
-    What fills a dominated slot is free but for the expert work that it costs its group. The best cap is the time at
-    which groups end on average: below it these slots hold too little, above it too much. It is searched by halving.
-    """
+    """The best packing with other caps of expert work: the best cap is the time at which groups end on average."""
     if not 1 < batch.num_groups < batch.num_ranks:
         return best
     low, high = best.expert_cap, best.time - best.num_slots * batch.per_microbatch
@@ -306,11 +299,7 @@ def equalize(batch: Batch, num_slots: int, *, slope: int, expert_cap: int) -> _P
 
 
 def _dominated_slots(batch: Batch, num_slots: int, *, expert_cap: int) -> tuple[Ints, Ints, Ints]:
-    """Fills slots that a dominant sample makes longer than the mean of what remains.
-
-    Returns the bin of each sample, -1 for those in no such slot, and of each group the time and the number of its
-    dominated slots.
-    """
+    """The bin of each sample, -1 for those in no dominated slot; of each group their time and their number."""
     costs, weights, width, groups = (
         batch.local_cost,
         batch.weights.clip(1, batch.cap),
@@ -359,8 +348,7 @@ def _dominated_slots(batch: Batch, num_slots: int, *, expert_cap: int) -> tuple[
 def _targets(batch: Batch, free: Ints, num_slots: int, *, slope: int, bases: Ints, used: Ints) -> tuple[Ints, Ints]:
     """The bins of slots that no sample dominates, and the cost that each is to reach, `[groups, bins]` to choose from.
 
-    Single ranks are chosen first and then a bin, so that targets matter inside a rank alone: the costliest is `1 +
-    slope` times the cheapest. Of sync groups bins are chosen directly. `free`: the samples that these bins hold.
+    Of single ranks the costliest is `1 + slope` times the cheapest. `free`: the samples that these bins hold.
     """
     local, expert = int(batch.local_cost[free].sum()), int(batch.expert_cost[free].sum())
     if batch.sync_size == 1:
@@ -398,8 +386,7 @@ def assign_samples(batch: Batch, ids: Ints, slack: Ints) -> Ints:
 def _align_loads(batch: Batch, bin_of: Ints, num_slots: int) -> Ints:
     """Bins of each sync group sorted by load and cut into slots again, so that similar loads share a slot.
 
-    Where several expert-parallel groups meet, the bins of a slot stand by load, or each group gets some of all loads:
-    whichever makes the slot shorter, since it waits for the group with most work.
+    Where several expert-parallel groups meet, each may get some of all loads, if that makes the slot shorter.
     """
     if batch.sync_size == 1:
         return bin_of

@@ -100,9 +100,7 @@ def _summed(block: Ints, target: Ints, benefits: Ints) -> _Benefits:
 def _match_greedily(blocks: Ints, targets: Ints, benefits: Ints, *, size: int) -> Ints:
     """Gives each of `size` blocks a different target, the largest benefit first, in many problems at once.
 
-    In each round every pair whose benefit is the largest of its block and of its target is chosen. Choosing them one by
-    one leads to the same, in more passes. Blocks and targets are numbered through all problems. Those that no benefit
-    joins are paired in their order: every problem has as many blocks as targets.
+    A round chooses every pair whose benefit is the largest of its block and of its target.
     """
     target_of, used = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.bool_)
     order = np.argsort(-benefits, kind="stable")

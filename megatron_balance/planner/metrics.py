@@ -1,7 +1,7 @@
 """Figures of a plan: imbalance, padding, room under the cap, samples moved, context-parallel sizes.
 
 A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs). What is no schedule
-at all, such as the stock order, is judged by `plan_metrics` beside it.
+at all, such as the stock order, is an `Assignment` as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ScheduleMetrics:
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
-        tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes rising.
+        tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes ascending.
     """
 
     objective: str
@@ -105,7 +105,7 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     sizes = cp_sizes.reshape(-1)[microbatch_of]
     padded = problem.padded(sizes)
     counts = np.bincount(microbatch_of, minlength=cp_sizes.size)
-    # With sizes of their own the cap is a leaf's, else that of all context-parallel ranks together.
+    # With sizes of their own the cap is a rank's, else that of all context-parallel ranks together.
     held = sums(padded, microbatch_of, cp_sizes.size)
     cap = limits.max_tokens_per_microbatch(topology)
     if topology.dynamic_cp:
@@ -158,7 +158,7 @@ def slowest_over_mean(grid: NDArray[Any], *, objective: str, topology: Topology)
     """The slowest over the mean, of costs or of measured seconds, `[num_ranks, num_microbatches]`; 1.0 where all are 0.
 
     `microbatch` sums the slowest rank of each slot, of the slowest group of ranks that wait for one another there, and
-    `pipeline` with experts spread over ranks too; else sums of ranks are compared. With dynamic sizes ranks are leaves.
+    `pipeline` with experts spread over ranks too; else sums of ranks are compared. Ranks may be DP×CP ranks.
     """
     width = waiting(objective, topology=topology).sync_size
     of_groups = grid.reshape(-1, width, grid.shape[1]).max(axis=1).sum(axis=1)

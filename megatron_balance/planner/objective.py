@@ -197,8 +197,8 @@ class Waiting:
 def waiting(objective: str, *, topology: Topology) -> Waiting:
     """Where ranks wait under an objective that is resolved.
 
-    With dynamic context parallelism ranks are leaves: expert-parallel groups meet through the groups that reach over
-    several, so that all leaves meet or none.
+    Of DP×CP ranks, with dynamic context parallelism, expert-parallel groups meet through the groups that reach over
+    several, so that all ranks meet or none.
     """
     in_slots = objective == "microbatch"
     is_synced = topology.sync_size > 1

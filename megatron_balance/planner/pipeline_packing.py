@@ -1,6 +1,6 @@
 """Plans one global batch for ranks with pipeline stages, where a step takes as long as the slowest makespan.
 
-    1. Numbers of micro-batches: from the least that the cap allows, rising by an eighth, to one sample each.
+    1. Numbers of micro-batches: from the least that the cap allows, growing by an eighth, to one sample each.
     2. For each number and two slopes: the slots of a sync group get targets that rise towards the middle of the step.
        Costliest sample first, to the least loaded group, there to the bin furthest below its target that has room.
     3. The best plans are improved in turns, and fewer of them from turn to turn: half of them go on.
@@ -131,11 +131,7 @@ def _list_schedule(batch: Batch, profile: Ints) -> Ints | None:
 
 
 def _dominated_starts(batch: Batch, num_slots: int) -> list[Ints]:
-    """As `_list_schedule`: slots of like samples as without stages, the longest in the middle.
-
-    Expert work in the slot of a dominant sample may take a quarter of the sample's cost in one way, and as much as a
-    rank's even share in the other.
-    """
+    """As `_list_schedule`: slots of like samples as without stages, the longest in the middle, for two expert caps."""
     highest = int(batch.local_cost.max(initial=0))
     ways: list[Ints] = []
     for expert_cap in (highest + highest // 4, batch.min_work):
@@ -209,10 +205,7 @@ class _Search:
         return times + self._fixed.reshape(-1, *[1] * (times.ndim - 1))
 
     def _draw(self) -> Ints:
-        """`[2, _PAIRS]` numbers below 2**31: splitmix64 of a counter.
-
-        (G. L. Steele et al., "Fast splittable pseudorandom number generators", 2014.)
-        """
+        """`[2, _PAIRS]` numbers below 2**31: splitmix64 of a counter (G. L. Steele et al., 2014)."""
         self._counter += 2 * _PAIRS
         state = np.arange(self._counter - 2 * _PAIRS, self._counter, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -248,10 +241,7 @@ class _Search:
         return np.argsort(ranks, kind="stable"), np.cumsum(counts) - counts, counts
 
     def _partners(self, group: int, item: Ints, draw: Ints, *, members: Ints) -> Ints:
-        """What each item is exchanged with: a sample, or from num_samples on a free place of a bin.
-
-        Every second partner is of the group of the item; where samples are bound to ranks all are of its rank.
-        """
+        """Samples, or from num_samples on free places of bins: every second in the group, or all on the rank."""
         num_samples, width = self.batch.num_samples, self.batch.sync_size
         first_bin = group * self.num_slots * width
         if self._ranks is not None:

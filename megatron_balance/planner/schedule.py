@@ -286,17 +286,17 @@ def _check_places(schedule: DataSchedule) -> None:
         require(bool((sizes == topology.cp_size).all()), "aligned", "a size is not that of the topology")
         return
     require(bool(np.isin(sizes, [0, *topology.dynamic_cp_sizes]).all()), "aligned", "a size is none of the topology's")
-    leaf, slot = np.divmod(microbatch_of, shape[1])
-    shared, size_of = np.minimum(sizes, 1), sizes[leaf, slot]
-    together = bool((leaf + size_of <= num_ranks).all())
+    first, slot = np.divmod(microbatch_of, shape[1])
+    shared, size_of = np.minimum(sizes, 1), sizes[first, slot]
+    together = bool((first + size_of <= num_ranks).all())
     for size in topology.dynamic_cp_sizes:
-        of_size = (size_of == size) & (leaf + size <= num_ranks)
-        shared[leaf[of_size, None] + np.arange(size), slot[of_size, None]] = size
-    require(together and np.array_equal(shared, sizes), "aligned", "leaves disagree on the micro-batch that they share")
+        of_size = (size_of == size) & (first + size <= num_ranks)
+        shared[first[of_size, None] + np.arange(size), slot[of_size, None]] = size
+    require(together and np.array_equal(shared, sizes), "aligned", "ranks disagree on the micro-batch that they share")
     slots = np.broadcast_to(np.arange(shape[1]), shape)
     is_last = slots == num_slots[:, None] - 1
     is_last_of_first = is_last[schedule.owner_slots() // shape[1], slots]
-    require(bool((is_last == is_last_of_first)[sizes > 0].all()), "last slot", "it is the last of some leaves only")
+    require(bool((is_last == is_last_of_first)[sizes > 0].all()), "last slot", "it is the last of some ranks only")
 
 
 def _check_cap(schedule: DataSchedule) -> None:
