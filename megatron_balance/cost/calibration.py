@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,12 @@ class Calibration:
         costs, share = self.costs, 1 / model_parallel_size
         if ep_size == 1:
             costs = replace(costs, linear=costs.linear + costs.expert_linear, expert_linear=0)
-        values: dict[str, Any] = {
-            name: round(share * cost) for name, cost in costs.coefficients().items() if name != "per_microbatch"
-        }
-        return replace(costs, **values, windows=tuple((window, round(share * cost)) for window, cost in costs.windows))
+        shared = {name: round(share * cost) for name, cost in costs.terms().items()}
+        return costs.with_terms(shared | {"per_microbatch": costs.per_microbatch})
 
     def write(self, path: Path) -> None:
         """Write seconds.json."""
-        costs = self.costs.coefficients() | {"windows": self.costs.windows}
-        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": costs}
+        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
         path.write_text(json.dumps(content | {"origin": dict(self.origin)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod

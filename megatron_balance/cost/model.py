@@ -104,23 +104,26 @@ class CostModel:
     stages: StageCosts | None = None
 
     def __post_init__(self) -> None:
-        costs = self.coefficients()
-        for name, value in costs.items():
-            object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, minimum=0))
-        windows = tuple(
-            (
-                check_integer("a window of CostModel.windows", window),
-                check_integer(f"CostModel.windows[{window}]", cost, minimum=0),
-            )
-            for window, cost in self.windows
-        )
-        object.__setattr__(self, "windows", windows)
-        if not any((*costs.values(), *(cost for _, cost in windows))):
+        windows: list[tuple[int, int]] = []
+        for window, cost in self.windows:
+            window = check_integer("a window of CostModel.windows", window)
+            windows.append((window, check_integer(f"CostModel.windows[{window}]", cost, minimum=0)))
+        object.__setattr__(self, "windows", tuple(windows))
+        for name, value in self.terms().items():
+            if isinstance(name, str):
+                object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, minimum=0))
+        if not any(self.terms().values()):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
 
-    def coefficients(self) -> dict[str, int]:
-        """All but those of windows, by name."""
-        return {name: value for name, value in vars(self).items() if name not in ("windows", "stages")}
+    def terms(self) -> dict[str | int, int]:
+        """All coefficients by name, those of windows by their tokens."""
+        values = {name: value for name, value in vars(self).items() if name not in ("windows", "stages")}
+        return values | dict(self.windows)
+
+    def with_terms(self, terms: Mapping[str | int, int]) -> CostModel:
+        """With these coefficients in place of its own."""
+        windows = tuple((window, terms[window]) for window, _ in self.windows)
+        return replace(self, **{name: value for name, value in terms.items() if isinstance(name, str)}, windows=windows)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,46 +46,28 @@ class StageCosts:
 
     def kinds_of(self, whole: CostModel) -> tuple[CostModel, ...]:
         """For each kind what `whole` would cost if all its chunks were of this kind, in units of 2**-STAGE_BITS."""
-        chunks = [self.costs[kind] for stage in self.kinds for kind in stage]
+        kinds = [cost.terms() for cost in self.costs]
+        chunks = [kinds[kind] for stage in self.kinds for kind in stage]
 
-        def part(value: int, share: int, total: int) -> int:
-            scaled = value << STAGE_BITS  # half a unit is rounded up
-            return (2 * scaled * len(chunks) * share + total) // (2 * total) if total else scaled
-
-        result: list[CostModel] = []
-        for kind in self.costs:
-            terms = {
-                name: part(value, getattr(kind, name), sum(getattr(chunk, name) for chunk in chunks))
-                for name, value in whole.coefficients().items()
-            }
-            cores = [dict(chunk.windows) for chunk in chunks]
-            windows = tuple(
-                (window, part(cost, dict(kind.windows).get(window, 0), sum(core.get(window, 0) for core in cores)))
-                for window, cost in whole.windows
-            )
-            is_free = not any((*terms.values(), *(cost for _, cost in windows)))
-            if is_free:
+        def model(kind: Mapping[str | int, int]) -> CostModel:
+            terms: dict[str | int, int] = {}
+            for name, value in whole.terms().items():
+                total, scaled = sum(chunk.get(name, 0) for chunk in chunks), value << STAGE_BITS
+                share = 2 * scaled * len(chunks) * kind.get(name, 0)  # half a unit is rounded up
+                terms[name] = (share + total) // (2 * total) if total else scaled
+            if not any(terms.values()):
                 terms["per_microbatch"] = 1
-            result.append(replace(whole, **terms, windows=windows, stages=None))
-        return tuple(result)
+            return replace(whole.with_terms(terms), stages=None)
+
+        return tuple(map(model, kinds))
 
     def whole_from_first(self, measured: CostModel) -> CostModel:
         """The costs of the whole model where those of its first stage, times `pp_size`, were measured."""
-        # Of terms that the first stage lacks nothing is known.
-        first = [self.kinds_of(measured)[kind] for kind in self.kinds[0]]
-
-        def scaled(value: int, shares: list[int]) -> int:
-            return (value * value * len(shares) << STAGE_BITS) // sum(shares) if any(shares) else value
-
-        terms = {
-            name: scaled(value, [getattr(kind, name) for kind in first])
-            for name, value in measured.coefficients().items()
-        }
-        windows = tuple(
-            (window, scaled(cost, [dict(kind.windows).get(window, 0) for kind in first]))
-            for window, cost in measured.windows
-        )
-        return replace(measured, **terms, windows=windows)
+        terms, first = measured.terms(), [self.kinds_of(measured)[kind].terms() for kind in self.kinds[0]]
+        for name, value in terms.items():
+            if share := sum(kind[name] for kind in first):  # of terms that it lacks nothing is known
+                terms[name] = (value * value * len(first) << STAGE_BITS) // share
+        return measured.with_terms(terms)
 
     def loads(self, whole: CostModel, lengths: Any) -> list[float]:
         """`[pp_size]` cost of samples of these lengths on each stage, over that of an even share."""
