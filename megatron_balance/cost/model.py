@@ -188,7 +188,15 @@ class CostModel:
         model = cost(whole_model(shape))
         if layout is None:
             return model
-        costs = [replace(cost(chunk), **exchange_numbers(shape, chunk.layers)) for chunk in layout.chunks(shape)]
+        # Of launches and exchanges the proportions count: a layer launches as much as another, or an end.
+        costs = [
+            replace(
+                cost(chunk),
+                per_microbatch=len(chunk.layers) + chunk.output_layers + chunk.has_encoder,
+                **exchange_numbers(shape, chunk.layers),
+            )
+            for chunk in layout.chunks(shape)
+        ]
         kinds = list(dict.fromkeys(costs))
         table = tuple(tuple(map(kinds.index, costs[stage :: layout.pp_size])) for stage in range(layout.pp_size))
         return replace(model, stages=StageCosts(table, tuple(kinds)))

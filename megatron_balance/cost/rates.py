@@ -129,12 +129,14 @@ def resolve_cost(
 
     `model_parallel_size`, tensor- times context-parallel ranks, is for the seconds of a file, which are those of one;
     `attention_rate`, of attention over all else, and `pack_tokens` of a full pack for FLOPs. `layout` of the model's
-    pipeline stages: seconds are shared among them as FLOPs are; tokens equally.
+    pipeline stages: seconds and tokens are shared among them as FLOPs are.
     """
     if cost is None:
         cost = "tokens" if model is None else "flops"
     if cost == "tokens":
-        return CostModel.tokens()
+        if layout is None or model is None:
+            return CostModel.tokens()
+        return replace(CostModel.tokens(), stages=CostModel.from_shape(find_shape(model), layout=layout).stages)
     if cost == "flops":
         if model is None:
             raise BalanceError(

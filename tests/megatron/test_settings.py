@@ -170,7 +170,9 @@ def test_stages_cost_what_their_layers_do(tmp_path: Path, flags: str, layers: tu
     by_flops = settings(f"{flags} --balance-cost flops --balance-attention-rate 1", **validated)
     assert by_flops.costs.model.stages == stages
     assert settings(f"{flags} --balance-cost {file}", **validated).costs.model == replace(costs, stages=stages)
-    assert settings(f"{flags} --balance-cost tokens", **validated).costs.model == CostModel.tokens()
+    assert settings(f"{flags} --balance-cost tokens", **validated).costs.model == replace(
+        CostModel.tokens(), stages=stages
+    )
 
 
 @pytest.mark.parametrize(

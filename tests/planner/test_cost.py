@@ -147,9 +147,12 @@ def test_the_kinds_of_chunks_of_a_pipeline_add_up_to_the_model() -> None:
         assert model.stages is not None
         table, kinds = model.stages.kinds, model.by_kind()
         assert table == ((0, 2), (1, 3))
-        for name in ("linear", "expert_linear", "quadratic", "per_microbatch"):
+        for name in ("linear", "expert_linear", "quadratic"):
             total = sum(getattr(kinds[kind], name) for stage in table for kind in stage)
             assert abs(total - 4 * 1024 * getattr(whole, name)) <= 2  # a kind is rounded by half a unit
+        # Layers and ends: the embedding; one output layer more, and the layer, of MTP.
+        launches = [kind.per_microbatch / whole.per_microbatch / 4096 for kind in kinds]
+        assert launches == pytest.approx([(2 + 1) / 10, 1 / 10, 2 / 10, (1 + 3) / 10], rel=1e-6)
         assert [kind.expert_linear > 0 for kind in kinds] == [ep_size > 1 and has for has in (False, True, True, True)]
         assert kinds[0].quadratic == kinds[2].quadratic == 0  # windows alone
         head = (kinds[3].linear - 2 * kinds[1].linear) // 4096  # the last layer, that of MTP and both output layers

@@ -195,17 +195,18 @@ def run_costs(
     """The costs that balance flags choose; `cost` is one in place of FLOPs."""
     name = options.get("balance_cost") or "tokens"
     receiving = "receiving a token's keys and values from context-parallel ranks"
+    stages: dict[str, Any] = {}
+    if name != "flops" and topology.pp_size > 1:
+        with suppress(BalanceError):  # equal parts where FLOPs are not known
+            stages = _stages(options, shape)
     if name == "tokens":
         line = f"{receiving}: not counted beside tokens: add --balance-cost flops."
-        return RunCosts(CostModel.tokens(), log_lines=(line,) if topology.dynamic_cp else ())
+        return RunCosts(resolve_cost("tokens", **stages), log_lines=(line,) if topology.dynamic_cp else ())
     log_lines: list[str] = []
     calibration = rate = None
     advice = ""
     if name != "flops":
         calibration = Calibration.read(Path(name))
-        stages: dict[str, Any] = {}
-        with suppress(BalanceError):  # equal parts where FLOPs are not known
-            stages = _stages(options, shape) if topology.pp_size > 1 else {}
         cost = resolve_cost(
             calibration, ep_size=topology.ep_size, model_parallel_size=topology.model_parallel_size, **stages
         )
