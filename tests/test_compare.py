@@ -19,7 +19,6 @@ from recorded_runs import run_info, write_record
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.mcore import add_balance_args
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.planner import Problem
@@ -97,8 +96,9 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
     seconds = (FLOPS(1024) + FLOPS.per_microbatch) / 5e14
     # Two tensor-parallel ranks share the work. Of four stages with nine layers the last has the output layer too: four
     # micro-batches pass it, and one of them the others.
-    head = 3 * 2 * 4096 * 151936 * (1024 + MICROBATCH_TOKENS) / 5e14
-    stages = 3 * (seconds - head) / 4 + 4 * ((seconds - head) / 4 + head)
+    head = 3 * 2 * 4096 * 151936 * 1024
+    layers, launches = (FLOPS(1024) - head) / 4, [FLOPS.per_microbatch * number / 38 for number in (10, 9, 9, 10)]
+    stages = (3 * layers + sum(launches[:3]) + 4 * (layers + head + launches[3])) / 5e14
     for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, stages)):
         content = figures_of(tmp_path, *arguments, *ranks, "--model", "Qwen3-8B")
         stock = content["policies"]["stock"]
