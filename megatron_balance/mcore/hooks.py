@@ -115,26 +115,20 @@ def _communicate_shapes(run: Run, communicate: Function, communicator: Any, *mes
     return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
-def _in_own_group(group_of: Callable[[CpGroups, Any, Any], AbstractContextManager[None]]) -> Function:
-    """A forward in the context-parallel group of its micro-batch, which `group_of` puts in place."""
+def _group_of(run: Run, keywords: dict[str, Any]) -> Any:
+    """The context-parallel group of a micro-batch, by its params, where modules were built with another one."""
+    return None if run.cp_groups is None else run.cp_groups.group_of(keywords.get("packed_seq_params"))
+
+
+def _in_own_group(switch: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> Callable[[Function], Function]:
+    """A module's forward in the context-parallel group of its micro-batch: `switch(run.cp_groups, module, group)`."""
 
     def forward_in_group(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
-        if run.cp_groups is None:
+        group = _group_of(run, keywords)
+        with contextlib.nullcontext() if group is None else switch(run.cp_groups, module, group):
             return forward(module, *positional, **keywords)
-        with group_of(run.cp_groups, module, keywords.get("packed_seq_params")):
-            return forward(module, *positional, **keywords)
 
-    return forward_in_group
-
-
-def _switched(switch: Callable[[Any, Any], AbstractContextManager[None]]) -> Callable[[Function], Function]:
-    """A module's forward, which reads the group of its micro-batch by `switch` (sequence_mixers.py)."""
-
-    def group_of(groups: CpGroups, module: Any, params: Any) -> AbstractContextManager[None]:
-        group = groups.group_of(params)
-        return contextlib.nullcontext() if group is None else switch(module, group)
-
-    return _while_balancing(_in_own_group(group_of))
+    return _while_balancing(forward_in_group)
 
 
 def _latent_tensors(run: Run, get: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
@@ -150,7 +144,7 @@ def _latent_tensors(run: Run, get: Function, attention: Any, *positional: Any, *
 
 
 def _mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
-    group = None if run.cp_groups is None else run.cp_groups.group_of(keywords.get("packed_seq_params"))
+    group = _group_of(run, keywords)
     with contextlib.nullcontext() if group is None else sequence_mixers.mamba(mixer, group):
         sequence_mixers.check_sequence_bounds(mixer, states, keywords.get("packed_seq_params"))
         return forward(mixer, states, *positional, **keywords)
@@ -188,10 +182,8 @@ def _prediction_losses(run: Run, process: Function, *positional: Any, **keywords
     if run.running is not None and (weights := run.running.token_weights) is not None:
         losses_of = keywords["compute_language_model_loss"]
         keywords["compute_language_model_loss"] = lambda *inputs: weigh(losses_of(*inputs), weights())
-    if run.cp_groups is None or (group := run.cp_groups.group_of(keywords.get("packed_seq_params"))) is None:
-        return process(*positional, **keywords)
-    with run.cp_groups.weighing_logged_means(group.size()):
-        return process(*positional, **keywords | {"cp_group": group})
+    group = _group_of(run, keywords)
+    return process(*positional, **keywords if group is None else keywords | {"cp_group": group})
 
 
 def _save_prediction_loss(run: Run, save: Function, loss: Any, *positional: Any, **keywords: Any) -> Any:
@@ -306,7 +298,7 @@ HOOKS = (
         Hook(
             target=f"megatron.core.{module}.forward",
             parameters=("packed_seq_params",),
-            wrap=_switched(switch),
+            wrap=_in_own_group(lambda _, module, group, switch=switch: switch(module, group)),
             reason="reads the static context-parallel group, whatever group the packed sequences name",
             until="a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them",
             needed=f"balance_dynamic_cp {needed}".strip(),
@@ -346,7 +338,7 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        wrap=_while_balancing(_in_own_group(CpGroups.router_group)),
+        wrap=_in_own_group(CpGroups.router_group),
         reason="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
         needed="balance_dynamic_cp num_experts",

@@ -290,8 +290,8 @@ class CpGroups:
     """Switches this rank between context-parallel groups, of which every rank of the world makes all.
 
     `by_size` lacks the sizes that this rank is in no whole group of. MoE routers with a loss of their own
-    (`for_routers`) sum over the same groups with all their tensor-parallel ranks. `num_tokens` is that of the newest
-    micro-batch.
+    (`for_routers`) sum over the same groups with all their tensor-parallel ranks. `mean_weight` undoes that a mean over
+    all ranks counts the newest micro-batch once for each of its own.
     """
 
     def __init__(self, topology: Topology, *, layout: Layout, timeout: timedelta, for_routers: bool) -> None:
@@ -343,30 +343,23 @@ class CpGroups:
         return None if size in (None, self._static_size) else self.by_size[size]
 
     @contextlib.contextmanager
-    def router_group(self, layer: Any, packed_seq_params: Any) -> Iterator[None]:
-        """Sum the router losses of a transformer layer, if it has any, over the group of these params."""
+    def router_group(self, layer: Any, cp_group: dist.ProcessGroup) -> Iterator[None]:
+        """Sum the router losses of a transformer layer, if it has any, over the ranks of this group."""
         router = getattr(getattr(layer, "mlp", None), "router", None)
-        size = getattr(packed_seq_params, "local_cp_size", None)
-        if router is None or size in (None, self._static_size) or not self._router_groups:
+        if router is None or not self._router_groups:
             yield
             return
-        stock, group = router.tp_cp_group, self._router_groups[size]
+        stock, group = router.tp_cp_group, self._router_groups[cp_group.size()]
 
         def logged_loss(value: Any, groups: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if groups.get("reduce_group") is group:
                 groups = groups | {"reduce_group": stock}
-            return value * (1.0 if groups.get("avg_group") is None else self.mean_weight), groups
+            # A mean over all ranks counts a micro-batch once for each rank of its group.
+            weight = 1.0 if groups.get("avg_group") is None else self._static_size / cp_group.size()
+            return value * weight, groups
 
-        with (
-            self.weighing_logged_means(size),
-            patched_attrs(router, tp_cp_group=group),
-            patched_attrs(self, logged_loss=logged_loss),
-        ):
+        with patched_attrs(router, tp_cp_group=group), patched_attrs(self, logged_loss=logged_loss):
             yield
-
-    def weighing_logged_means(self, size: int) -> AbstractContextManager[None]:
-        """Have `mean_weight` undo that a mean over all ranks counts a micro-batch once for each rank of its group."""
-        return patched_attrs(self, mean_weight=self._static_size / size)
 
     def in_parallel_state(self, size: int) -> AbstractContextManager[None]:
         """Have scripts find the group of this size in Megatron's parallel state."""
@@ -388,6 +381,7 @@ class CpGroups:
                 "of a micro-batch: pass them by keyword, or train without --balance-dynamic-cp."
             )
         params.cp_group, params.local_cp_size = self.attention_group(size), size
+        self.mean_weight = self._static_size / size
 
 
 def _engine_class() -> Any:

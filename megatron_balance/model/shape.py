@@ -260,14 +260,10 @@ class ModelShape:
     def largest_cp_size(self, tp_size: int = 1, *, attention_by_heads: bool = False) -> int | None:
         """The most context-parallel ranks, a power of two, that can share a sequence; None where layers set no bound.
 
-        Each of them gets as many heads in gated delta nets, Mamba (whose groups may be repeated) and, by
-        `--cp-comm-type a2a`, attention. (megatron.core: transformer_config.py, ssm/mamba_context_parallel.py.)
+        Each gets as many of a tensor-parallel rank's heads in gated delta nets, Mamba (whose groups may be repeated)
+        and, where it exchanges heads (`--cp-comm-type a2a`), attention.
 
-        Args:
-            tp_size: tensor-parallel ranks, which share heads first.
-            attention_by_heads: attention exchanges heads too, in place of keys and values.
-
-        Example:
+        Examples:
             >>> ModelShape.preset("Qwen3.5-35B-A3B").largest_cp_size(tp_size=2)
             8
         """
