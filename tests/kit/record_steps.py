@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from unittest import mock
 
 import pretrain_sft
+from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 
 from megatron_balance.mcore import hooks
@@ -60,12 +61,17 @@ def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
     @functools.wraps(train_step)
     def wrapper(*positional: Any, **keywords: Any) -> Any:
         bound, passes = signature.bind(*positional, **keywords), list[float]()
+        each_pass: list[float] = []
         schedule: Function = bound.arguments[SCHEDULE]
 
         @functools.wraps(schedule)
         def timed(*given: Any, **named: Any) -> Any:
             began = time.thread_time()
-            outputs = schedule(*given, **named)
+            with contextlib.ExitStack() as stack:
+                for name in ("forward_step", "backward_step"):
+                    clocked = _clocked(getattr(schedules, name), seconds=each_pass)
+                    stack.enter_context(mock.patch.object(schedules, name, clocked))
+                outputs = schedule(*given, **named)
             passes.append(time.thread_time() - began)
             return outputs
 
@@ -73,11 +79,24 @@ def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
         wall, cpu = time.perf_counter(), time.process_time()
         result = train_step(*bound.args, **bound.kwargs)
         row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        row["passes_cpu_seconds"] = sum(passes)
+        row |= {"passes_cpu_seconds": sum(passes), "each_pass_cpu_seconds": each_pass}
         losses, grad_norm = result[0], result[5]
         row |= {name.replace(" ", "_"): float(value) for name, value in losses.items()}
         row |= {"grad_norm": None if grad_norm is None else float(grad_norm), **_plan(), **columns}
         print(json.dumps(row), file=out, flush=True)
+        return result
+
+    return wrapper
+
+
+def _clocked(function: Function, *, seconds: list[float]) -> Function:
+    """The function, which appends the training thread's seconds of each call."""
+
+    @functools.wraps(function)
+    def wrapper(*positional: Any, **keywords: Any) -> Any:
+        began = time.thread_time()
+        result = function(*positional, **keywords)
+        seconds.append(time.thread_time() - began)
         return result
 
     return wrapper
