@@ -201,7 +201,7 @@ def test_what_the_script_refuses_is_not_compared(lengths_file: Path, capsys: pyt
     with_dominant = [lengths_file, *BATCH, "--model", "Qwen3-8B"]
     assert compare(*with_dominant) == 0
     assert "\ndynamic-cp " in capsys.readouterr().out
-    for flags in (["--multi-latent-attention"], ["--cp-comm-type", "a2a"], ["--mtp-num-layers=1"]):
+    for flags in (["--cp-comm-type", "all_gather"], ["--cp-comm-type=a2a+p2p"]):
         assert compare(*with_dominant, "--", *flags) == 0
         printed = capsys.readouterr().out
         assert "Note: dynamic-cp is not compared: " in printed
