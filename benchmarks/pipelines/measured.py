@@ -1,7 +1,7 @@
 """Gains of balanced pipelines on CPU ranks, predicted and measured, where stages differ by the output layer.
 
 Each pass is timed by its thread on its own stage; events in Megatron's order give the makespan of the measured passes.
-Seconds fitted to the record of the first layout predict all layouts. Both runs are packed: the gain is that of balancing.
+Seconds fitted to the record of the first layout predict all. Both runs are packed: the gain is that of balancing.
 
     PYTHONPATH=.:tests/kit .venv/bin/python benchmarks/pipelines/measured.py
 """
