@@ -237,6 +237,11 @@ def test_balancing_asks_for_the_loss_per_token(flags: str) -> None:
         parsed(flags, balanced="")
 
 
+def test_an_option_that_the_script_s_parser_lacks_is_named_too() -> None:
+    with pytest.raises(BalanceError, match="--calculate-per-token-loss is not set"):
+        add_balance_args(argparse.ArgumentParser()).parse_args(["--balance-data"])
+
+
 @pytest.mark.parametrize("flags", CAUTIONED)
 def test_what_should_be_known_is_said_once(flags: str) -> None:
     [caution] = cautions(parsed(flags))

@@ -66,7 +66,10 @@ def _factory() -> Any:
 def _hooks() -> list[Hook]:
     if _FACTORY in sys.modules and _factory().is_registered(NAME):
         raise BalanceError(f"a batch shuffler {NAME!r} is registered already: unregister it, or leave this one out.")
-    from megatron_balance.adapters.recsys import shuffler  # needs torchrec
+    try:
+        from megatron_balance.adapters.recsys import shuffler
+    except ModuleNotFoundError as error:
+        raise BalanceError(f"recsys-examples needs {error.name}, which is not installed: install torchrec.") from error
 
     def task_flops(model: str) -> Callable[..., Any]:
         def get_workloads(self: Any, seqlen: Any, num_heads: int | None = 1, head_dim: int | None = 1) -> Any:

@@ -92,9 +92,9 @@ def messages(options: Options, *subjects: str) -> list[str]:
 
 def _values_text(options: Options, *, terms: tuple[Term, ...]) -> str:
     """The options of a condition with their values: `--flag is value with --other-flag value`."""
-    names = list(dict.fromkeys(name for term in terms for name in term.names if name in options))
-    first, *further = [name for name in names if _is_given(options[name])] or names[:1]
-    value, flag = options[first], _flag_of(first)
+    names = list(dict.fromkeys(name for term in terms for name in term.names))
+    first, *further = [name for name in names if _is_given(options.get(name))] or names[:1]
+    value, flag = options.get(first), _flag_of(first)
     if isinstance(value, bool) or value is None:
         is_set = value is not None and value is not flag.startswith(("--no-", "--disable-"))
         value = "set" if is_set else "not set"
