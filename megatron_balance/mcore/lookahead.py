@@ -96,8 +96,10 @@ class IteratorCache:
         replays = hasattr(iterator, "replaying") and hasattr(iterator, "iterable")
         source = iterator.iterable if replays else iterator
         ahead = source if isinstance(source, PullAhead) else None
-        ahead = ahead or next((known for known in self._iterators if known.source is source), None) or PullAhead(source)
-        self._iterators = [ahead, *(known for known in self._iterators if known is not ahead and known.num_queued)]
+        ahead = (
+            ahead or next((cached for cached in self._iterators if cached.source is source), None) or PullAhead(source)
+        )
+        self._iterators = [ahead, *(cached for cached in self._iterators if cached is not ahead and cached.num_queued)]
         if not replays:
             return ahead, ahead
         iterator.iterable = ahead

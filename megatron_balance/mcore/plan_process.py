@@ -102,24 +102,24 @@ class PlanProcess:
             watchdog.cancel()
 
     def _start(self) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
-        ours, theirs = Pipe()
+        parent_end, child_end = Pipe()
         # A mask set afterwards would leave a moment in which a signal to all processes ends this one.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, str(theirs.fileno()), str(os.getpid()), *sys.path],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", _MAIN, str(child_end.fileno()), str(os.getpid()), *sys.path],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ONE_THREAD,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            child_end.close()
         # Here, since it loads torch, and the planning process, which imports this file, needs numpy alone.
         from megatron_balance.runtime.process import close_on_undo
 
         close_on_undo(self.close)
-        return ours, process
+        return parent_end, process
 
 
 def serve(number: int, *, parent: int) -> None:
@@ -132,7 +132,7 @@ def serve(number: int, *, parent: int) -> None:
     connection: Connection[Any, Any] = Connection(number)
     requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
-    def read() -> None:
+    def receive() -> None:
         try:
             while os.getppid() == parent:
                 if connection.poll(PARENT_CHECK_SECONDS):
@@ -142,7 +142,7 @@ def serve(number: int, *, parent: int) -> None:
         finally:
             os._exit(0)
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=receive, daemon=True).start()
     while True:
         request = requests.get()
         try:

@@ -223,6 +223,8 @@ class Telemetry:
                 f"--max-tokens-per-gpu {cap} would leave 10 % of device memory free, beside what other "
                 "libraries hold now."
             )
+            if self._record is not None:
+                self._record.add(functools.partial(RecordWriter.add_cap, measured_cap=int(memory[:, 2].min())))
         tokens = [n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)]
         self._max_tokens = max([self._max_tokens, *tokens])
 

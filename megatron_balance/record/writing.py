@@ -7,6 +7,7 @@ counted; neither a file system that hangs nor one that fails ends the process or
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -64,22 +65,32 @@ class RecordWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._rank = rank
         self._seconds = _open(folder / f"seconds_rank{rank:05d}.jsonl", resume=resume)
+        self._plans = None if info is None else _open(folder / PLAN, resume=resume)
         if info is not None:
-            self._plans = _open(folder / PLAN, resume=resume)
-            _append(self._plans, info.line())
+            self._add_plan(info.line())
+
+    def close(self) -> None:
+        """Close the files."""
+        self._seconds.close()
+        if self._plans is not None:
+            self._plans.close()
 
     def add_step(self, step: StepRecord) -> None:
         """Write the plan of one step."""
-        _append(self._plans, line_of(step))
+        self._add_plan(line_of(step))
 
     def add_cap(self, measured_cap: int) -> None:
         """Write `RunRecord.measured_cap`."""
-        _append(self._plans, {"kind": "memory", "measured_cap": measured_cap})
+        self._add_plan({"kind": "memory", "measured_cap": measured_cap})
 
     def add_seconds(self, iteration: int, *, seconds: NDArray[np.float64]) -> None:
         """Write one step: `[num_microbatches]` seconds, to nine digits; NaN where a micro-batch was not measured."""
         values = [None if math.isnan(value) else float(f"{value:.9g}") for value in seconds.tolist()]
         _append(self._seconds, {"kind": "seconds", "iteration": iteration, "rank": self._rank, "seconds": values})
+
+    def _add_plan(self, line: Mapping[str, Any]) -> None:
+        assert self._plans is not None, "this rank has info"
+        _append(self._plans, line)
 
 
 def _open(path: Path, *, resume: bool) -> FileIO:
@@ -138,10 +149,10 @@ class RecordThread:
 
     def _write(self, make: Callable[[], RecordWriter]) -> None:
         try:
-            writer = make()
-            while (write := self._waiting.get()) is not None:
-                write(writer)
-                self._num_written += 1
+            with contextlib.closing(make()) as writer:
+                while (write := self._waiting.get()) is not None:
+                    write(writer)
+                    self._num_written += 1
         except OSError as error:
             self._failed = True
             self._warn(f"{error}. Training continues without the record; name a folder that every node can write to.")
