@@ -111,7 +111,7 @@ def _train(name: str, *, script: Path, data: Path) -> Recorded:
 def _fitted() -> Calibration:
     """The seconds of micro-batches, as a user would fit them to the first steps of a training."""
     first, path = OUT / "first_turns.jsonl", OUT / "seconds.json"
-    info, recorded = read_record(OUT / "turns_record")
+    info, recorded, *_ = read_record(OUT / "turns_record")
     fitted = range(FITTED.start * len(POLICIES), FITTED.stop * len(POLICIES))
     write_record(first, RunRecord(info, tuple(step for step in recorded if step.iteration - 1 in fitted)))
     command = [sys.executable, "-m", "megatron_balance", "fit", str(first), "--out", str(path)]
@@ -132,7 +132,7 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 def _measured_record(turns: Recorded, *, costs: CostModel) -> RunRecord:
     """The measured batches under all flags, each as it ran quicker, with the fitted seconds as its costs."""
-    info, recorded = read_record(OUT / "turns_record")
+    info, recorded, *_ = read_record(OUT / "turns_record")
     busiest = {step.iteration: _cpu_seconds(turns)[:, step.iteration - 1].max() for step in recorded}
     steps_of = {step.iteration - 1: step for step in recorded}
     indices = [index for index in range(TRAIN_ITERS["turns"]) if policy_of_step(index) == "dynamic-cp"]

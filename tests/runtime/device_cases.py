@@ -6,6 +6,7 @@ It is for a world of its own: the double stays in place.
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Device:
 
         torch.cuda.is_available = lambda: True
         torch.cuda.get_device_name = lambda *_: "a double"
+        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(total_memory=2**36)  # type: ignore[assignment]
         torch.cuda.current_device = lambda: DEVICE
         torch.cuda.set_device = lambda index: device.note(f"device {index}")  # type: ignore[assignment]
         torch.cuda.Stream = Stream  # type: ignore[misc, assignment]

@@ -201,7 +201,7 @@ def test_each_policy_has_a_plan_of_its_kind(policy: str) -> None:
     cost_model = CostModel(linear=500, quadratic=1, cp_exchange=5)
     schedule = policy_turns.plan_of(policy, lengths, cost_model=cost_model, **given).check()
     assert bool((schedule.destinations() != homes).any()) is (policy != "packed")
-    assert bool(schedule.cp_size_grid.max() > 1) is (policy == "dynamic_cp")
+    assert bool(schedule.cp_size_grid.max() > 1) is (policy == "dynamic-cp")
 
 
 def test_table_page_and_compare_of_the_quickstart_predict_the_same(
@@ -237,7 +237,7 @@ def test_table_page_and_compare_of_the_quickstart_predict_the_same(
     compared = {
         line["name"]: line["speedup"] for line in map(json.loads, (tmp_path / "out.jsonl").open()) if "name" in line
     }
-    for ours, theirs in (("packed", "packed"), ("balance_data", "balance-data"), ("dynamic_cp", "as it ran")):
+    for ours, theirs in (("packed", "packed"), ("balance-data", "balance-data"), ("dynamic-cp", "as it ran")):
         assert figures[ours]["predicted_speedup"] == pytest.approx(compared[theirs], rel=1e-6), ours
     write_page(run_figures(measured), out=tmp_path / "page.html", speedup=figures["dynamic_cp"]["cpu_speedup"])
     page = (tmp_path / "page.html").read_text()

@@ -146,7 +146,7 @@ def exchanged() -> dict[str, dict[str, float]]:
 
 
 def test_mixers_exchange_what_plans_count() -> None:
-    for rank in run_ranks(2, "test_exchange:exchanged", imports=()):
+    for rank in run_ranks(2, "test_cp_exchange:exchanged", imports=()):
         for mixer, numbers in rank.items():
             ours = exchange_numbers(SHAPE, [Layer(mixer, None)])
             assert ours["cp_exchange"] == 0
