@@ -31,7 +31,7 @@ from benchmarks.planner.setups import (
 from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.rates import ATTENTION_RATES, BETWEEN_NODES, exchange_costs, profiles
+from megatron_balance.cost.rates import ASSUMED_TFLOPS, ATTENTION_RATES, BETWEEN_NODES, exchange_costs, profiles
 
 TITLE = "Rates of GPUs"
 PUBLISHED = Path(__file__).with_suffix(".json")
@@ -194,8 +194,7 @@ def cost_model(setup: Setup, *, linear: float | None = None, attention: float, f
         cost = replace(cost, per_microbatch=round(seconds * linear * 1e12))
     if not ranks.dynamic_cp:
         return cost
-    tflops = {} if linear is None else {"tflops": linear}
-    exchange = exchange_costs(shape, bytes_per_second=BETWEEN_NODES, **tflops)
+    exchange = exchange_costs(shape, bytes_per_second=BETWEEN_NODES, tflops=linear or ASSUMED_TFLOPS)
     return replace(cost, **exchange)
 
 

@@ -139,8 +139,9 @@ def models_page() -> str:
 def _models(row: Row) -> list[str]:
     names = {"dense": "dense attention, as Llama and Qwen3", "moe": "mixture of experts"}
     predicts = "mtp" in row.flags
-    own = [] if predicts and row.model in names else [names.get(row.model, row.model)]
-    return own + (["multi-token prediction"] if predicts else [])
+    model = row.model or "dense"
+    shown = [] if predicts and model in names else [names.get(model, model)]
+    return shown + (["multi-token prediction"] if predicts else [])
 
 
 def _tests(rows: list[Row]) -> str:

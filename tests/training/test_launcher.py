@@ -239,7 +239,7 @@ def test_table_page_and_compare_of_the_quickstart_predict_the_same(
     }
     for ours, theirs in (("packed", "packed"), ("balance-data", "balance-data"), ("dynamic-cp", "as it ran")):
         assert figures[ours]["predicted_speedup"] == pytest.approx(compared[theirs], rel=1e-6), ours
-    write_page(run_figures(measured), out=tmp_path / "page.html", speedup=figures["dynamic_cp"]["cpu_speedup"])
+    write_page(run_figures(measured), out=tmp_path / "page.html", speedup=figures["dynamic-cp"]["cpu_speedup"])
     page = (tmp_path / "page.html").read_text()
     assert "<h1>Balancing made these 2 steps 1.50 times as fast as stock, measured</h1>" in page
     tiles = re.findall(r'<dd class="value">(.*?)</dd>', page)
