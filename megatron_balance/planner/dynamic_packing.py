@@ -107,7 +107,8 @@ def _plan_on_tree(batch: SizedBatch) -> Plan:
     local, floor, plans = batch.with_local_experts(), batch.min_work(), list[Plan]()
     # The number of micro-batches of a rank is not known: their fixed costs by tokens, none, or for each shared sample.
     whole, part = divmod(batch.per_microbatch, batch.cap)
-    by_tokens = whole * local.tokens + part * local.tokens // batch.cap
+    tokens = np.minimum(local.tokens, batch.cap)  # no sample pays for more than one
+    by_tokens = whole * tokens + part * tokens // batch.cap
     by_sharing = np.zeros_like(by_tokens)
     by_sharing[1:] = batch.per_microbatch
     for fixed in (by_tokens, 0, by_sharing) if batch.per_microbatch else (0,):

@@ -81,6 +81,11 @@ def test_sizes_beyond_int64_are_planned_or_refused():
     huge = {"cost_model": CostModel(linear=2**70), "topology": Topology(16, fully_sharded=True)}
     build_data_schedule([0, 0], limits=Limits(10**18), **huge).check()
     build_data_schedule(range(1, 200), limits=Limits(10**18), **huge).check()
+    fixed = {
+        "cost_model": CostModel(linear=10**12, per_microbatch=6 * 10**14),
+        "topology": Topology(2, dynamic_cp=True),
+    }
+    build_data_schedule([5000] * 48, limits=Limits(1), **fixed).check()  # a sample paid for 5,000 micro-batches
     sized = Topology(4, dynamic_cp=True)
     costs = CostModel(linear=17858035295, quadratic=7780093)  # scaled: the bound stood above the plan
     build_data_schedule([5981984] * 5, cost_model=costs, topology=sized, limits=Limits(8_000_000)).check()
