@@ -1,4 +1,4 @@
-"""What `compare` plans: the ranks, the token cap, and global batches of stock, of a file of lengths or of a record.
+"""Reads what `compare` plans: ranks, token cap, and global batches, of a file of lengths or of a record.
 
 The kind of stock follows from the file and `--seq-length`. Where neither says it, it is asked for.
 """

@@ -1,4 +1,4 @@
-"""What a user types and reads: values of flags, files to write, and text, tables and progress.
+"""Checks the values of flags and the files to write, and prints text, tables and progress.
 
 With rich, on a terminal, output is in colour; else it is the same text, plain.
 

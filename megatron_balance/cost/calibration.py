@@ -1,4 +1,4 @@
-"""Fits a cost model in seconds to a recorded run, and reads and writes seconds.json.
+"""Seconds of a recorded run as a cost model: the fit, and the file seconds.json.
 
     seconds = per_microbatch + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost where their chunks are not alike, and the split of layers that would even them."""
+"""Costs of pipeline stages whose chunks are not alike, and the split of layers that would even them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a data set: drawn from named distributions, and as a stock run of Megatron makes them of samples.
+"""Rows of a data set: samples of named distributions, and the rows that stock Megatron makes of samples.
 
 Documents are those of GPTDataset, padded and packed rows those of SFTDataset, samples those of a loop of your own. The
 filler of a row counts as part of its last sequence, as in `cu_seqlens` of SFTDataset, and costs attention.

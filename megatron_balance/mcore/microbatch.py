@@ -1,4 +1,4 @@
-"""What is switched while a micro-batch runs, from its forward pass to its loss.
+"""Switches of Megatron's state for one running micro-batch, from its forward pass to its loss.
 
 Megatron's arguments hold its shape; `parallel_state`, PackedSeqParams, attention modules and routers name its
 context-parallel group; a forward pre-hook calls the model with keywords that a script's forward step does not give:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from gloo_ranks import run_ranks
 
+from megatron_balance import ModelShape
 from megatron_balance.model.exchange import exchange_numbers
 from megatron_balance.model.flops import Layer
-from megatron_balance.model.shape import ModelShape
 
 TOKENS = 8
 """Of each rank."""

@@ -17,9 +17,9 @@ from dataclasses import replace
 import pytest
 from megatron_formula import megatron_flops
 
+from megatron_balance import ModelShape
 from megatron_balance.model.flops import fwd_flops
 from megatron_balance.model.hf_config import PRESETS
-from megatron_balance.model.shape import ModelShape
 
 
 def assert_known_differences(shape: ModelShape) -> None:

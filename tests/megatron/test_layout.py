@@ -18,10 +18,9 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_balance.cost.model import CostModel
+from megatron_balance import CostModel, ModelShape
 from megatron_balance.cost.stages import split_advice
 from megatron_balance.model.layout import PipelineLayout
-from megatron_balance.model.shape import ModelShape
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_balance import ModelShape
 from megatron_balance.model.flops import image_flops
 from megatron_balance.model.hf_config import PRESETS
-from megatron_balance.model.shape import ModelShape
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
