@@ -233,10 +233,11 @@ class BalancedBatchSampler:
         for attempt in range(MAX_ORDERS if self.shuffle else 1):
             if self.shuffle:
                 order = np.random.default_rng([self.seed, epoch, attempt]).permutation(self.lengths.size)
+            self._plan = None  # of another order
             for step in self._steps_in_doubt(order):
                 ids = order[step * self.global_batch_size :][: self.global_batch_size]
                 try:
-                    self._planned(ids, number=self.num_microbatches)
+                    self._plan = (epoch, step), self._planned(ids, number=self.num_microbatches)
                 except BalanceError:
                     break
             else:
