@@ -181,9 +181,7 @@ def _doctor(args: argparse.Namespace) -> int:
         else:
             print("\nyour flags: put your script's after -- to check them")
         if on_cluster:
-            section(
-                "all ranks", check_cluster(flags=flags, problems=tuple(problems), step_nbytes=doctor.step_nbytes(flags))
-            )
+            section("all ranks", check_cluster(flags=flags, problems=tuple(problems)))
         print("\nno problem" if not problems else f"\nproblems: {len(problems)}")
     return 1 if problems and not silent else 0
 

@@ -25,9 +25,6 @@ from megatron_balance.runtime.cluster import Finding
 from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
 from megatron_balance.version import build_version
 
-TOKEN_NBYTES = 28
-"""Of a row: tokens, labels and positions as int64, a loss mask as float32."""
-
 
 def check_packages() -> Iterator[Finding]:
     """Check that the packages of a run load, and name their versions."""
@@ -181,12 +178,3 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]
-
-
-def step_nbytes(flags: Sequence[str]) -> int:
-    """Bytes that a rank sends if every sample of a step moves; 0 where flags do not say."""
-    try:
-        args, _ = parse_flags(flags, with_megatron=True)
-    except (BalanceError, ImportError):  # `check_flags` names it
-        return 0
-    return (args.seq_length or 0) * (args.global_batch_size or 0) * TOKEN_NBYTES // int(os.environ["WORLD_SIZE"])
