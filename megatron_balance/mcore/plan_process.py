@@ -7,17 +7,16 @@ rank warns, and makes this plan and all later ones itself, which are the same.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any
 
 from megatron_balance.errors import BalanceError
@@ -31,8 +30,9 @@ _LEFT_TO_PARENT = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1,
 """Blocked in the planning process: the parent decides whether they end the run, as under `--exit-signal-handler`."""
 
 _ENDED = (
-    "has ended with exit code {code} ({broken!r}). -9 usually means the OOM killer; or there was no answer in "
-    "{seconds:g} s: where it was only slow, raise --distributed-timeout-minutes."
+    "plans: the planning process ({pid}) has ended with exit code {code} ({error!r}). -9 usually means the OOM killer; "
+    "or there was no answer in {seconds:g} s: where it was only slow, raise --distributed-timeout-minutes.\n"
+    "Training continues: plans are made in the training process from here on."
 )
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 
@@ -65,21 +65,16 @@ class PlanProcess:
         """`build_data_schedule` with these keywords, for a global batch of so many samples, wherever it runs."""
         if num_samples >= MIN_SAMPLES and not self._failed:
             try:
-                schedule, error = self._ask(arguments)
-            except (EOFError, OSError) as broken:
+                answer = self._ask(arguments)
+            except (EOFError, OSError) as error:
+                self._failed = True
                 self.close()
                 code = None if self._started is None else self._started[1].returncode
-                schedule, error = None, _ENDED.format(code=code, broken=broken, seconds=self._seconds)
-            if schedule is not None:
-                return schedule
-            if isinstance(error, BalanceError):  # of the arguments
-                raise error
-            self._failed = True
-            self.close()
-            self._warn(
-                f"plans: the planning process ({self.pid}) {error}\nTraining continues: plans are made in the training "
-                "process from here on."
-            )
+                self._warn(_ENDED.format(pid=self.pid, code=code, error=error, seconds=self._seconds))
+            else:
+                if isinstance(answer, BalanceError):  # of the arguments
+                    raise answer
+                return answer
         self.num_fallbacks += self._failed
         return build_data_schedule(**arguments)
 
@@ -91,7 +86,7 @@ class PlanProcess:
             process.kill()
             process.wait()
 
-    def _ask(self, arguments: dict[str, Any]) -> tuple[DataSchedule | None, BalanceError | str | None]:
+    def _ask(self, arguments: dict[str, Any]) -> DataSchedule | BalanceError:
         connection, process = self._started = self._started or self._start()
         watchdog = threading.Timer(self._seconds, process.kill)
         watchdog.start()
@@ -125,30 +120,15 @@ class PlanProcess:
 def serve(number: int, *, parent: int) -> None:
     """Answers requests on a file descriptor, the keywords of `build_data_schedule`, until the parent process ends.
 
-    The answer is `(plan, None)`, or `(None, error)` with the BalanceError of the arguments, or `(None, text)` with the
-    traceback of any other error. A reader thread exits when the parent dies, also in the middle of a plan. Children
-    that the parent forks hold the connection open as well: so its id is compared, too.
+    The answer is the plan, or the BalanceError of the arguments; any other error ends this process. Children that the
+    parent forks hold the connection open as well: so its id is compared, too.
     """
     connection: Connection[Any, Any] = Connection(number)
-    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
-
-    def receive() -> None:
-        try:
-            while os.getppid() == parent:
-                if connection.poll(PARENT_CHECK_SECONDS):
-                    requests.put(connection.recv())
-        except (EOFError, OSError):
-            pass
-        finally:
-            os._exit(0)
-
-    threading.Thread(target=receive, daemon=True).start()
-    while True:
-        request = requests.get()
-        try:
-            answer = build_data_schedule(**request), None
-        except BalanceError as error:
-            answer = None, error
-        except Exception:  # noqa: BLE001 - sent to the parent, which warns and makes its plans itself
-            answer = None, traceback.format_exc()
-        connection.send(answer)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while os.getppid() == parent:
+            if connection.poll(PARENT_CHECK_SECONDS):
+                try:
+                    answer = build_data_schedule(**connection.recv())
+                except BalanceError as error:
+                    answer = error
+                connection.send(answer)
