@@ -5,15 +5,14 @@
 #   Megatron-LM, 0.19 or later     trains with its pretrain_gpt.py, unedited, stock and balanced, in many layouts
 #   slime                          tests that call the schedule, and again with balancing on in every scenario
 #   miles                          the adapter's tests of its schedule and of its cut, on its own modules
-#   NeMo-RL                        the adapter's tests on its packer and its cut into shards, and its own of both
+#   NeMo-RL                        the tests of docs/write-an-adapter.md on its packer and its cut into shards
 #   verl                           its tests of sequence balancing and DataProto; the adapter's on it in place of the release
 #   Megatron-Bridge                the adapter's tests on it in place of the release; MEGATRON=DIR for a Megatron that it wants
 #   AReaL, v1.0.4                  tests by tokens and by FLOPs; its redistribution over gloo at 2, 4 and 8 ranks
 #   TorchSpec                      tests of dispatch, fetchers and capacity, for approaches A, B and C
 #   recsys-examples                tests of batches and shufflers at 1 and at 2 ranks over gloo; its pipelines (R22)
 #
-# Left out: NeMo-RL's tests of the very bins of its packer, and of a fill of 95 %, one micro-batch a rank fewer than here;
-# AReaL's test_dispatch_tensors_raises_when_not_divisible (7 items over 4 ranks are dealt out here); TorchSpec's
+# Left out: AReaL's test_dispatch_tensors_raises_when_not_divisible (7 items over 4 ranks are dealt out here); TorchSpec's
 # test_longest_first_balances_load_across_ranks where plans are by padded length; recsys' test_gil_released_during_compute
 # (a race of two threads) and sid_gr's test_batch_balancer (wants labels that no batch of today has); and all that wants
 # GPUs, engines or models to download.
@@ -65,15 +64,7 @@ check_slime() {
 
 check_miles() { MILES_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/slime/test_miles_hooks.py "$@"; }
 
-check_nemo_rl() {
-    scripts/adapter_env.sh upstream-nemo-rl scripts/upstream/nemo_rl.txt --with-dependencies
-    local python=$root/.venv-upstream-nemo-rl/bin/python
-    NEMO_RL_CHECKOUT=$checkout "$python" -m pytest -q -m checkout tests/adapters/nemo_rl
-    cd "$checkout"
-    PYTHONPATH=$PYTHONPATH:$checkout "$python" -m pytest -q --noconftest -p no:cacheprovider -p nemo_rl_plugin -c /dev/null \
-        -k "not executes_bins_largest_first and not microbatch_boundaries" \
-        --rootdir "$checkout" tests/unit/distributed/test_batched_data_dict.py tests/unit/data/packing/test_algorithms.py "$@"
-}
+check_nemo_rl() { NEMO_RL_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/template "$@"; }
 
 # environment NAME: that of an adapter's tests, with the checkout in place of the release, from a copy: builds write into it.
 environment() {

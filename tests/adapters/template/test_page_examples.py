@@ -1,6 +1,7 @@
-"""NeMo-RL: bins of a global batch, dealt to ranks in turn, are a plan's micro-batches.
+"""The adapters of docs/write-an-adapter.md, as a reader copies them.
 
-On a double of its packer, and with NEMO_RL_CHECKOUT (marked `checkout`) on its own packer and its own cut into shards.
+NeMo-RL's runs on a double of its packer, and with NEMO_RL_CHECKOUT (marked `checkout`) on its own packer and its own
+cut into shards. Its hooks stand for those of every `Installation`.
 """
 
 from __future__ import annotations
@@ -8,22 +9,31 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
 
 from megatron_balance import BalanceError, CostModel, ModelShape
-from megatron_balance.adapters import nemo_rl
+from megatron_balance.samples.sample import Sample
 
+PAGE = Path(__file__).parents[3] / "docs" / "write-an-adapter.md"
 ALGORITHMS, BATCHES = "nemo_rl.data.packing.algorithms", "nemo_rl.distributed.batched_data_dict"
 CAP, RANKS = 16384, 8
 QWEN3_8B = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
 Shard = Callable[[list[int]], list[list[list[int]]]]
+
+page = types.ModuleType("page")
+for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL):
+    exec(compile(block, PAGE.name, "exec"), vars(page))
 
 
 class Packer:
@@ -44,13 +54,7 @@ class Packer:
         return bins
 
 
-def get_packer(
-    algorithm: str,
-    bin_capacity: int,
-    collect_metrics: bool = False,
-    min_bin_count: int = 1,
-    bin_count_multiple: int = 1,
-) -> Packer:
+def get_packer(algorithm: str, bin_capacity: int, min_bin_count: int = 1, bin_count_multiple: int = 1) -> Packer:
     return Packer(bin_capacity, min_bin_count, bin_count_multiple)
 
 
@@ -90,7 +94,7 @@ def shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return [[part["ids"].tolist()[start:end] for start, end in part.micro_batch_indices[0]] for part in shards]
 
     yield by_double if request.param == "double" else by_checkout
-    nemo_rl.installation.undo()
+    page.installation.undo()
 
 
 def waiting(ranks: list[list[list[int]]], lengths: list[int]) -> float:
@@ -104,9 +108,9 @@ def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard)
     for seed in range(8):
         lengths = np.clip(np.random.default_rng(seed).lognormal(7.5, 1.2, 256), 16, CAP).astype(int).tolist()
         stock.append(waiting(shard(lengths), lengths))
-        nemo_rl.install(model="Qwen3-8B")
+        page.install(model="Qwen3-8B")
         ranks = shard(lengths)
-        nemo_rl.installation.undo()
+        page.installation.undo()
         assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(256))
         assert all(0 < sum(lengths[index] for index in slot) <= CAP for slots in ranks for slot in slots)
         balanced.append(waiting(ranks, lengths))
@@ -115,7 +119,7 @@ def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard)
 
 
 @pytest.mark.parametrize("lengths", [[9000] * 9, [CAP + 1, *[100] * 15]], ids=["nine bins", "over the cap"])
-def test_what_no_plan_fills_is_nemo_rls(shard: Shard, lengths: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_plan_fills_is_nemo_rls(shard: Shard, lengths: list[int]) -> None:
     """It refuses them, or packs them in its own way: as without the adapter."""
 
     def outcome() -> object:
@@ -127,19 +131,57 @@ def test_what_no_plan_fills_is_nemo_rls(shard: Shard, lengths: list[int], caplog
             return str(error)
 
     stock = outcome()
-    nemo_rl.install(cost="tokens")
+    page.install()
     assert outcome() == stock
-    assert "NeMo-RL packs them" in caplog.text
 
 
-def test_another_release_is_refused_and_undo_gives_back_the_very_function(
-    shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installs_once_and_is_undone(shard: Shard) -> None:
     stock = vars(sys.modules[BATCHES])["get_packer"]
-    nemo_rl.install()
+    installed = page.install()
+    assert page.install() is installed
+    with pytest.raises(BalanceError, match="nemo-rl is hooked already"):
+        page.install(objective="step")
     assert vars(sys.modules[BATCHES])["get_packer"] is not stock
-    nemo_rl.installation.undo()
+    installed.undo()
     assert vars(sys.modules[BATCHES])["get_packer"] is stock
+
+
+def test_another_release_is_refused_unless_any_is_allowed(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     be_release(monkeypatch, "0.4.0")
-    with pytest.raises(BalanceError, match=r"nemo-rl is 0\.4\.0.*MEGATRON_BALANCE_ANY_VERSION"):
-        nemo_rl.install()
+    with pytest.raises(BalanceError, match=r"nemo-rl is 0\.4\.0.*tested on 0\.6.*set MEGATRON_BALANCE_ANY_VERSION=1"):
+        page.install()
+    assert not page.installation.is_installed()
+    monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
+    page.install().undo()
+
+
+def test_the_switch_leaves_the_host_as_it_is(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatron_balance.hooking._announced_off", set())
+    monkeypatch.setenv("MEGATRON_BALANCE", "0")
+    for _ in range(2):
+        page.install()
+    assert not page.installation.is_installed()
+    [line] = caplog.messages
+    assert line == "MEGATRON_BALANCE=0: nemo-rl runs without balancing, and ignores its flags."
+
+
+LENGTHS = ([16, 15, 14, 13], [1, 2, 3, 4])
+
+
+def run_rank() -> list[list[list[int]]]:
+    """The tokens of each micro-batch of this rank."""
+    samples = [Sample({"tokens": torch.full((length,), length)}) for length in LENGTHS[dist.get_rank()]]
+    slots = page.balanced_microbatches(samples, group=dist.group.WORLD, cost_model=CostModel.tokens(), max_tokens=20)
+    return [[sample.per_token["tokens"].tolist() for sample in slot] for slot in slots]
+
+
+def test_samples_move_by_plan_and_each_runs_once() -> None:
+    """Two ranks with very different data run the same number of tokens."""
+    slots_of = run_ranks(2, "test_page_examples:run_rank")
+    runs = [sequence for slots in slots_of for slot in slots for sequence in slot]
+    assert sorted(runs) == sorted([length] * length for lengths in LENGTHS for length in lengths)
+    assert len({len(slots) for slots in slots_of}) == 1
+    assert all(sum(map(len, slot)) <= 20 for slots in slots_of for slot in slots)
+    assert [sum(len(sequence) for slot in slots for sequence in slot) for slots in slots_of] == [34, 34]
