@@ -80,65 +80,38 @@ class Pipeline:
         return order + backwards[len(table) - warmup :]
 
 
-@dataclass(frozen=True)
-class _Levels:
-    """All passes of a pipeline sorted by level; the last entry of `end` stands for a start at time 0."""
-
-    bounds: list[int]  # [num_levels + 1] first pass of each level
-    before: Ints  # [num_passes] pass that runs before it on its stage
-    source: Ints  # [num_passes] pass whose output it needs
-    slot: Ints  # [num_passes]
-    row: Ints  # [num_passes] row of the pass times: (kind * 2 + backward) * num_microbatches + slot
-
-
 @lru_cache(maxsize=256)
-def _levels(pipeline: Pipeline, num_microbatches: int) -> _Levels:
-    stages, chunks = pipeline.num_stages, pipeline.num_chunks
+def _levels(pipeline: Pipeline, num_microbatches: int) -> tuple[list[Ints], Ints, Ints]:
+    """All passes sorted by level.
 
-    def source(stage: int, backward: bool, microbatch: int, chunk: int) -> tuple[int, Pass] | None:
-        if not backward:
-            if stage:
-                return stage - 1, (False, microbatch, chunk)
-            return (stages - 1, (False, microbatch, chunk - 1)) if chunk else None
-        if stage < stages - 1:
-            return stage + 1, (True, microbatch, chunk)
-        return (0, (True, microbatch, chunk + 1)) if chunk < chunks - 1 else (stage, (False, microbatch, chunk))
-
+    Of each level `[2, passes]` the pass before each on its stage and the pass whose output it needs, the number of all
+    passes where there is none; of each pass its slot, and its row of times, `(kind * 2 + backward) * num_microbatches +
+    slot`.
+    """
+    stages, chunks, inputs, rows = pipeline.num_stages, pipeline.num_chunks, list[Ints](), list[int]()
     orders = [pipeline.passes(stage, num_microbatches) for stage in range(stages)]
-    level: dict[tuple[int, Pass], int] = {}
-    position = [0] * stages
-    remaining = sum(map(len, orders))
-    while remaining:
-        before = remaining
+    no_pass, position, before = sum(map(len, orders)), [0] * stages, [sum(map(len, orders))] * stages
+    number: dict[tuple[int, int], int] = {}  # of a micro-batch and of its steps down all chunks and back up
+    while len(rows) < no_pass:
+        level, start = list[tuple[int, int]](), len(rows)
         for stage, order in enumerate(orders):
-            while position[stage] < len(order):
-                current = order[position[stage]]
-                source_pass = source(stage, *current)
-                if source_pass is not None and source_pass not in level:
-                    break
-                previous = level[stage, order[position[stage] - 1]] if position[stage] else -1
-                level[stage, current] = 1 + max(previous, -1 if source_pass is None else level[source_pass])
-                position[stage] += 1
-                remaining -= 1
-        assert remaining < before, "the order of Megatron's passes has no circle"
-    ordered = sorted(level, key=lambda key: level[key])  # stable: equal levels stay stage by stage
-    number = {key: index for index, key in enumerate(ordered)} | {None: len(ordered)}
-    previous = {
-        (stage, current): (stage, order[index - 1]) if index else None
-        for stage, order in enumerate(orders)
-        for index, current in enumerate(order)
-    }
-    slot = np.array([current[1] for _, current in ordered], dtype=np.int64)
-    kind = [pipeline.kinds[stage][current[2]] if pipeline.kinds else 0 for stage, current in ordered]
-    backward = np.array([current[0] for _, current in ordered], dtype=np.int64)
-    counts = np.bincount([level[key] for key in ordered]) if ordered else np.zeros(0, dtype=np.int64)
-    return _Levels(
-        [0, *np.cumsum(counts).tolist()],
-        np.array([number[previous[key]] for key in ordered], dtype=np.int64),
-        np.array([number[source(key[0], *key[1])] for key in ordered], dtype=np.int64),
-        slot,
-        (2 * np.array(kind, dtype=np.int64) + backward) * num_microbatches + slot,
-    )
+            if position[stage] == len(order):
+                continue
+            backward, slot, chunk = order[position[stage]]
+            depth = chunk * stages + stage
+            step = 2 * stages * chunks - 1 - depth if backward else depth
+            source = number.get((slot, step - 1), start) if step else no_pass
+            if start <= source < no_pass:
+                continue
+            level.append((before[stage], source))
+            number[slot, step] = before[stage] = len(rows)
+            kind = pipeline.kinds[stage][chunk] if pipeline.kinds else 0
+            rows.append((2 * kind + backward) * num_microbatches + slot)
+            position[stage] += 1
+        assert level, "the order of Megatron's passes has no circle"
+        inputs.append(np.array(level, dtype=np.int64).T.copy())
+    row = np.array(rows, dtype=np.int64)
+    return inputs, row % num_microbatches, row
 
 
 def makespans(costs: Ints, pipeline: Pipeline, *, peers: PeerWait | None = None) -> Ints:
@@ -158,13 +131,14 @@ def makespans(costs: Ints, pipeline: Pipeline, *, peers: PeerWait | None = None)
     shift = max(0, largest.bit_length() - 62)
     forward = (-(-costs // (1 << shift)) if shift else costs).transpose(1, 2, 0)
     times = np.stack([forward, 2 * forward], axis=1).reshape(2 * num_kinds * num_microbatches, num_candidates)
-    levels = _levels(pipeline, num_microbatches)
-    end = np.zeros((levels.row.size + 1, num_candidates), dtype=np.int64)
-    for start, stop in zip(levels.bounds, levels.bounds[1:], strict=False):
-        ready = np.maximum(end[levels.before[start:stop]], end[levels.source[start:stop]])
-        if peers is not None:
-            ready = peers(ready.T, levels.slot[start:stop]).T
-        end[start:stop] = ready + times[levels.row[start:stop]]
+    inputs, slots, rows = _levels(pipeline, num_microbatches)
+    end = np.zeros((rows.size + 1, num_candidates), dtype=np.int64)
+    np.take(times, rows, axis=0, out=end[:-1], mode="clip")
+    stop = 0
+    for passes in inputs:
+        start, stop = stop, stop + passes.shape[1]
+        ready = np.maximum(*end.take(passes, axis=0))
+        end[start:stop] += ready if peers is None else peers(ready.T, slots[start:stop]).T
     return -(-end.max(axis=0) // num_parts) << shift
 
 
