@@ -1,29 +1,15 @@
-"""Draws the charts of the page with plotly: imbalance over the steps, lengths, predicted against measured.
-
-Charts have no theme: the page adds plotly's own for light and dark. A colour means the same in all charts and stands
-out from both: orange is stock, blue is planned, green is measured. Stock is dotted as well, for readers
-with colour blindness.
-"""
+"""The charts of the page as plain numbers, which its script draws: imbalance, lengths, predicted against measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.report.figures import RunFigures
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-COLOURS = {
-    "stock": "#d97706",
-    "planned": "#3b82f6",
-    "measured": "#0f9d68",
-    "neutral": "#8c959f",
-}
 TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measured"}
 """Name of a policy in charts and tables."""
 
@@ -31,14 +17,15 @@ MAX_POINTS = 1500
 """Most micro-batches, and most lengths, drawn; figures in captions are over all."""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One chart: its id, and a description with the main figures, which screen readers read in its place."""
+class Chart(NamedTuple):
+    """One chart: its axes and lines, and a caption with the main figures, which screen readers read in its place."""
 
     name: str
     heading: str
     caption: str
-    figure: Figure
+    x: dict[str, Any]
+    y: dict[str, Any]
+    lines: list[dict[str, Any]]
 
 
 def charts_of(figures: RunFigures) -> list[Chart]:
@@ -47,17 +34,8 @@ def charts_of(figures: RunFigures) -> list[Chart]:
 
 
 def _imbalance(figures: RunFigures) -> Chart:
-    figure = _figure(x="step", y="slowest / mean")
-    for name, policy in figures.policies.items():
-        figure.add_scatter(
-            x=np.array([step.iteration for step in figures.record.steps], dtype=np.int32),
-            y=policy.imbalance.astype(np.float32),
-            name=TITLES[name],
-            mode="lines+markers" if policy.imbalance.size < 40 else "lines",
-            line={"color": COLOURS[name], "dash": "dot" if name == "stock" else "solid", "width": 1.8},
-        )
-    # Whole numbers of steps: plotly would halve them where there are few.
-    steps = {"tickformat": ",d", **({"dtick": 1} if len(figures.record.steps) < 13 else {})}
+    iterations = [step.iteration for step in figures.record.steps]
+    lines = [_line(TITLES[name], name, iterations, policy.imbalance) for name, policy in figures.policies.items()]
     means = {TITLES[name]: np.nanmean(policy.imbalance) for name, policy in figures.policies.items()}
     text = ", ".join(f"{title} {mean:.3f}" for title, mean in means.items())
     in_slots = figures.record.info.objective == "microbatch"
@@ -66,7 +44,9 @@ def _imbalance(figures: RunFigures) -> Chart:
         "imbalance",
         "Imbalance over the steps",
         f"{slowest} over the mean rank's; 1 is even. Means over the steps: {text}.",
-        figure.update_layout(yaxis_tickformat=".2f", xaxis=steps),
+        {"title": "step", "format": "count"},
+        {"title": "slowest / mean", "format": "ratio"},
+        lines,
     )
 
 
@@ -82,41 +62,30 @@ def _lengths(figures: RunFigures) -> Chart:
         cumulative[-1] - cumulative[half] + np.ceil((costs_up_to[half] - costs_up_to[-1] / 2) / (costs[half] or 1))
     )
     points = _points(lengths.size)
-    figure = _figure(x="tokens of a sequence, at most", y="")
     parts = {"neutral": ("of the sequences", cumulative), "planned": ("of the cost", costs_up_to)}
-    for name, (label, values) in parts.items():
-        figure.add_scatter(
-            x=lengths[points].astype(np.int32),
-            y=(values[points] / max(float(values[-1]), 1.0)).astype(np.float32),
-            name=label,
-            line={"color": COLOURS[name], "shape": "hv"},
-        )
     caption = (
         f"{total:,} sequences: median {lengths[np.searchsorted(cumulative, (total + 1) // 2)]:,}, mean "
         f"{float(lengths @ counts) / total:,.0f}, longest {lengths[-1]:,} tokens. The longest "
         f"{longest / total:.1%} of them make up half of the cost."
     )
-    axis = {"type": "log", "tickformat": ",d", "dtick": "D2"}  # labels at 1, 2 and 5
-    figure.update_layout(xaxis=axis, yaxis_tickformat=".0%", hovermode="x unified")
-    return Chart("lengths", "Lengths and their cost", caption, figure)
+    return Chart(
+        "lengths",
+        "Lengths and their cost",
+        caption,
+        {"title": "tokens of a sequence, at most", "format": "count", "log": True},
+        {"title": "", "format": "percent"},
+        [
+            _line(label, colour, np.maximum(lengths[points], 1), values[points] / (values[-1] or 1), kind="steps")
+            for colour, (label, values) in parts.items()
+        ],
+    )
 
 
 def _fit(figures: RunFigures) -> Chart:
     """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
     num_points = figures.predictions.shape[1]
     predicted, measured = figures.predictions[:, _points(num_points)]
-    figure = _figure(x="predicted", y="measured")
     ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
-    figure.add_scatter(x=ends, y=ends, mode="lines", name="equal", line={"color": COLOURS["neutral"], "width": 1})
-    figure.add_scatter(
-        x=predicted.astype(np.float32),
-        y=measured.astype(np.float32),
-        mode="markers",
-        name="micro-batches",
-        marker={"color": COLOURS["measured"], "size": 5, "opacity": 0.7},
-    )
-    axis = {"type": "log", "tickformat": "~s", "ticksuffix": "s", "dtick": "D2"}
-    figure.update_layout(xaxis=axis, yaxis=axis)
     caption = f"Off by {figures.median_error:.1%} (median) over {num_points:,} micro-batches. "
     caption += (
         "One factor, from cost to seconds, was fitted to this run; the rest is the cost model's error and noise."
@@ -125,7 +94,14 @@ def _fit(figures: RunFigures) -> Chart:
     )
     if figures.record.info.objective == "microbatch":
         caption += " Where ranks wait for one another inside a micro-batch, only the costliest of them is compared."
-    return Chart("fit", "Does the cost model predict the time?", caption, figure)
+    return Chart(
+        "fit",
+        "Does the cost model predict the time?",
+        caption,
+        {"title": "predicted", "format": "seconds", "log": True},
+        {"title": "measured", "format": "seconds", "log": True},
+        [_line("equal", "neutral", ends, ends), _line("micro-batches", "measured", predicted, measured, kind="points")],
+    )
 
 
 def _points(size: int) -> NDArray[np.int64]:
@@ -133,8 +109,10 @@ def _points(size: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, size - 1, MAX_POINTS).astype(np.int64))
 
 
-def _figure(*, x: str, y: str) -> Figure:
-    from plotly import graph_objects as go
+def _line(name: str, colour: str, x: Any, y: Any, *, kind: str = "line") -> dict[str, Any]:
+    """A line, steps or points, in a colour of style.css; y is None where nothing was measured."""
 
-    legend = {"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"}
-    return go.Figure(layout={"template": "none", "xaxis_title": x, "yaxis_title": y, "legend": legend})
+    def numbers(values: Sequence[float]) -> list[float | None]:
+        return [None if np.isnan(value) else float(f"{value:.6g}") for value in values]
+
+    return {"name": name, "colour": colour, "kind": kind, "x": numbers(x), "y": numbers(y)}

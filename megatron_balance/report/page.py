@@ -1,6 +1,6 @@
-"""Writes the report as one HTML file that opens offline and contains plotly.js and all data.
+"""Writes the report as one HTML file that opens offline and contains all data.
 
-The text is in assets/page.html; this file computes what it shows.
+The text is in assets/page.html, the drawing in page.js; this file computes what they show.
 
 Invariants: the page loads nothing from elsewhere, and its Content-Security-Policy forbids it; text from the run
 is escaped; what charts show is in its captions and tables as well.
@@ -32,12 +32,9 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
     try:
         import jinja2
         from markupsafe import Markup
-        from plotly.io import templates
-        from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         raise BalanceError(
-            f"the report is drawn with plotly and jinja2, and {error.name} is not installed: "
-            "pip install '.[report]' in a clone."
+            f"the report needs jinja2, and {error.name} is not installed: pip install '.[report]' in a clone."
         ) from error
 
     def script(text: str) -> Markup:
@@ -48,8 +45,6 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
     environment.filters["script"] = script
     charts = charts_of(figures)
     timelines, selection = timeline_data(figures)
-    drawn = ",".join(f'{{"name":"{chart.name}","figure":{chart.figure.to_json()}}}' for chart in charts)
-    themes = {name: templates[f"plotly_{name}"].to_plotly_json() for name in ("white", "dark")}
     stock, planned = figures.policies["stock"], figures.planned
     page = environment.from_string(_asset("page.html")).render(
         figures=figures,
@@ -65,11 +60,9 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         charts=charts,
         selection=selection,
         timelines=timelines,
-        drawn=f"[{drawn}]",
-        themes=json.dumps(themes, separators=(",", ":")),
+        drawn=json.dumps([chart._asdict() for chart in charts], separators=(",", ":")),
         style=_asset("style.css"),
         script=_asset("page.js"),
-        plotly=get_plotlyjs(),
     )
     out.write_text(page, encoding="utf-8")
 

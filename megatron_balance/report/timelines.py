@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.report.charts import COLOURS
 from megatron_balance.report.figures import RunFigures, Timeline
 
 RESOLUTION = 50_000
@@ -33,12 +32,6 @@ MAX_SLICES = 4096
 """Most micro-batches drawn in one timeline; beyond, only some ranks are drawn."""
 
 MAX_RANKS = 64
-
-_TITLES = {
-    "stock": "Before: stock sampler, predicted",
-    "planned": "After: the plan, predicted",
-    "measured": "After: measured",
-}
 
 
 def timeline_data(figures: RunFigures) -> tuple[str, str]:
@@ -86,8 +79,6 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
         panels.append(
             {
                 "key": name,
-                "title": _TITLES[name],
-                "colour": COLOURS[name],
                 "slots": line.starts.shape[1],
                 "total": round(line.total / tick),
                 "idle": round(1 - float(line.durations.sum()) / ((line.total or 1.0) * len(line.durations)), 4),

@@ -1,4 +1,4 @@
-"""`megatron-balance report`: its page and trace hold the figures of the record; wrong input is told in one line."""
+"""`megatron-balance report`: its page holds the figures of the record; wrong input is told in one line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megatron_balance.cli import main
 from megatron_balance.record import RecordWriter, RunRecord
 from megatron_balance.report import run_figures
 
-pytest.importorskip("plotly")
+pytest.importorskip("jinja2")
 
 
-def report(folder: Path, *arguments: object) -> tuple[str, list[dict[str, Any]]]:
-    """The page, and the events of the trace."""
-    page, trace = folder / "page.html", folder / "trace.json"
-    assert main(["report", *map(str, arguments), "--out", str(page), "--trace", str(trace)]) == 0
-    return page.read_text(encoding="utf-8"), json.loads(trace.read_text())["traceEvents"]
+def report(folder: Path, *arguments: object) -> str:
+    page = folder / "page.html"
+    assert main(["report", *map(str, arguments), "--out", str(page)]) == 0
+    return page.read_text(encoding="utf-8")
 
 
-def slices(events: list[dict[str, Any]], pid: int) -> list[dict[str, Any]]:
-    """Those of steps (0) or of ranks (1)."""
-    return [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+def data_of(page: str, name: str) -> Any:
+    """What the script of the page draws."""
+    (text,) = re.findall(rf'<script type="application/json" id="{name}">(.*?)</script>', page)
+    return json.loads(text)
 
 
 def over_mean(of_ranks: np.ndarray) -> float:
@@ -38,7 +38,7 @@ def over_mean(of_ranks: np.ndarray) -> float:
 def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
     """In stock every rank runs what it has loaded, twelve neighbours, one a micro-batch."""
     steps = write_record(tmp_path / "record")
-    page, _ = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     stock, planned, measured = [], [], []
     for step in steps:
         costs = np.array([COST_MODEL(length) for length in step.lengths.tolist()], dtype=float)
@@ -63,7 +63,7 @@ def test_lengths_that_are_equal_make_up_their_part_of_the_cost(tmp_path: Path) -
     info = run_info(Topology(2), cost_model=CostModel(linear=1))
     lengths = [100, 300] * 6  # the long ones make up 3/4 of the cost: 4 of 12 sequences make up half of it
     RecordWriter(tmp_path / "record", rank=0, info=info).add_step(step_of(info, lengths))
-    page, _ = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     assert "The longest 33.3% of them make up half of the cost." in page
 
 
@@ -71,7 +71,7 @@ def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
     """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
     info = run_info(cost_model=CostModel(linear=1))
     RecordWriter(tmp_path / "record", rank=0, info=info).add_step(step_of(info, [900, 100, 100, 100]))
-    page, _ = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     assert row_of(page, "waiting that no plan at these sizes removes") == ["66.7%", "66.7%"]
     assert row_of(page, "above the lower bound, mean")[1] == "+0.00%"
     assert "Under stock" not in page
@@ -106,12 +106,12 @@ def test_a_slow_rank_is_named_by_its_seconds_over_what_its_plan_costs(tmp_path: 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     slow = [line | {"seconds": [1.2 * value for value in line["seconds"]]} for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in slow))
-    page, _ = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     name, slowdown = row_of(page, "slowest rank for its work, of the median rank&#39;s time")[-1].split(": ")
     assert name == "rank 2"
     assert float(slowdown.rstrip("×")) == pytest.approx(1.2, abs=0.04)
     write_record(tmp_path / "experts", run_info(Topology(4, ep_size=2), objective="microbatch"))
-    page, _ = report(tmp_path, tmp_path / "experts")  # ranks wait for one another in every micro-batch
+    page = report(tmp_path, tmp_path / "experts")  # ranks wait for one another in every micro-batch
     assert "slowest rank for its work" not in page
 
 
@@ -122,7 +122,7 @@ def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> Non
     *_, measured = row_of((tmp_path / "page.html").read_text(), "MFU at 0.001 TFLOP/s")
     # A squared token counts 1: 0.5 FLOPs at half of the rate.
     write_record(tmp_path / "tokens", run_info(topology, cost_name="tokens"), num_steps=1)
-    page, _ = report(tmp_path, tmp_path / "tokens", "--peak", 1)
+    page = report(tmp_path, tmp_path / "tokens", "--peak", 1)
     assert '<th scope="row">MFU at 1 TFLOP/s</th><td>–</td><td>–</td><td>–</td></tr>' in page
     flops = sum(2000 * length + length**2 / 2 for step in steps for length in step.lengths.tolist())
     seconds = sum(step.seconds.sum(axis=1).max() for step in steps)
@@ -133,7 +133,7 @@ def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path:
     harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     environment = {"device": harm, "clock": harm, "versions": {harm: harm}}
     write_record(tmp_path / "record", run_info(policy=harm, cost_name=harm, environment=environment))
-    page, _ = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     assert not re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(?!data:,)', page)
     assert "default-src 'none'" in page
     assert "on &lt;/script&gt;" in page
@@ -161,48 +161,38 @@ DYNAMIC = run_info(
     ],
     ids=["step", "microbatch", "pipeline", "dynamic sizes"],
 )
-def test_the_trace_holds_every_micro_batch_with_its_samples(info: Any, measured: bool, tmp_path: Path) -> None:
+def test_timelines_hold_every_micro_batch_with_its_samples(info: Any, measured: bool, tmp_path: Path) -> None:
     steps = write_record(tmp_path / "record", info, num_steps=3, measured=measured)
-    page, events = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     assert ("measured</th>" in page) == ('id="fit"' in page) == measured
     if info is DYNAMIC:  # stock runs on the DP×CP ranks
-        assert '"sizes":[' in page
         assert "data- and context-parallel ranks" in page
         assert float(re.findall(r"(\d\.\d\d)×", page)[0]) > 1.1
-    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
-    of_steps, of_ranks = slices(events, 0), slices(events, 1)
-    for tracks in (of_steps, of_ranks):
-        ends: dict[int, float] = {}
-        for event in tracks:
-            assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-6
-            ends[event["tid"]] = event["ts"] + event["dur"]
-    assert [event["name"] for event in of_steps] == ["step 1", "step 2", "step 3"]
-    for step, shown in zip(steps, of_steps, strict=True):
-        assert shown["args"]["plan_ms"] == pytest.approx(4)
-        there = step.cp_size_grid
-        end = shown["ts"] + shown["dur"] - 2e-3  # times are rounded to nanoseconds
-        within = [event for event in of_ranks if shown["ts"] <= event["ts"] < end]
-        assert len(within) == np.count_nonzero(there)
-        held = {sample for event in within for sample in event["args"]["samples"]}
-        assert held == set(range(48))
-        for event in within:
-            args, place = event["args"], (event["tid"], int(event["name"].split()[-1]))
-            assert args["lengths"] == step.lengths[args["samples"]].tolist()
-            assert args["cost"] == int(step.costs[place])
-            assert args.get("cp_size", 1) == there[place]
-            if measured:
-                assert args["measured_s"] == pytest.approx(step.seconds[place])
-                assert event["dur"] == pytest.approx(args["measured_s"] * 1e6, abs=2e-3)
+    timelines = data_of(page, "timelines")
+    assert [step["iteration"] for step in timelines["steps"]] == [1, 2, 3]
+    for step, shown in zip(steps, timelines["steps"], strict=True):
+        assert [panel["key"] for panel in shown["panels"]] == ["stock", "planned", "measured"][: 3 if measured else 2]
+        assert shown["lengths"] == step.lengths.tolist()
+        panel, exists = shown["panels"][-1], step.cp_size_grid > 0
+        starts, ends = (np.reshape(panel[name], exists.shape) for name in ("starts", "ends"))
+        assert (starts[:, 1:] >= ends[:, :-1]).all(), "micro-batches of a rank follow one another"
+        assert panel["sizes"] == (step.cp_size_grid.ravel().tolist() if info is DYNAMIC else [])
+        drawn = np.split(np.array(panel["ids"]), np.cumsum(panel["counts"])[:-1])
+        assert [sorted(ids) for ids in drawn] == [sorted(ids) for slots in step.samples() for ids in slots]
+        if measured:
+            np.testing.assert_allclose((ends - starts) * shown["tick"], step.seconds, atol=1.5 * shown["tick"])
 
 
 def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
     write_record(tmp_path / "record", num_steps=9)
     seconds = tmp_path / "record" / "seconds_rank00001.jsonl"
     seconds.write_text("".join(seconds.read_text().splitlines(keepends=True)[:7]))
-    page, events = report(tmp_path, tmp_path / "record")
+    page = report(tmp_path, tmp_path / "record")
     assert "nan" not in page[page.index("<table>") : page.index("</table>")]
-    kinds = [event["cat"] for event in slices(events, 0)]
-    assert kinds == ["measured"] * 7 + ["predicted"] * 2
+    assert [len(step["panels"]) for step in data_of(page, "timelines")["steps"]] == [3] * 7 + [2] * 2
+    stock, _, measured = data_of(page, "charts")[0]["lines"]
+    assert None not in stock["y"]
+    assert [value is None for value in measured["y"]] == [False] * 7 + [True] * 2
 
 
 def test_what_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,50 +1,134 @@
 "use strict";
-// Draws the charts in the reader's theme, and the timelines of one step from compact numbers.
+// Draws the timelines of a step, and the charts, as SVG; colours are those of style.css.
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
-  const themes = read("themes");
   const timelines = read("timelines");
-  const figures = read("figures");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const narrow = matchMedia("(max-width: 560px)");
+  const charts = read("charts");
   const select = document.getElementById("step");
+  const tip = document.getElementById("tip");
   const MAX_SAMPLES = 12; // that a tooltip lists
-
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-
-  function themed(layout) {
-    const axis = (own) => ({ automargin: true, ...own });
-    const result = {
-      template: dark.matches ? themes.dark : themes.white,
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: "system-ui, sans-serif", size: narrow.matches ? 11 : 13 }, hoverlabel: { align: "left" },
-      margin: { l: 56, r: 12, t: 36, b: 44 }, hovermode: "closest", dragmode: narrow.matches ? false : "zoom",
-      ...layout,
-    };
-    for (const key of Object.keys(result)) {
-      if (/^[xy]axis/.test(key)) result[key] = axis(result[key]);
-    }
-    return result;
-  }
-
-  const config = { responsive: true, displayModeBar: false };
-
-  function drawCharts() {
-    return figures.map(({ name, figure: { data, layout } }) => {
-      const { template, ...own } = structuredClone(layout);
-      return Plotly.react(name, structuredClone(data), themed(own), config);
-    });
-  }
+  const TITLES = {
+    stock: "Before: stock sampler, predicted", planned: "After: the plan, predicted", measured: "After: measured",
+  };
 
   const count = (value) => value.toLocaleString("en-US");
   const PREFIXES = { "-9": "n", "-6": "µ", "-3": "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", 21: "Z" };
 
-  function amount(value) {
-    if (timelines.unit === "tokens") return `${count(Math.round(value))} tokens`;
-    if (!value) return `0 ${timelines.unit}`;
-    const highest = timelines.unit === "s" ? 0 : 21;
-    const power = Math.min(Math.max(3 * Math.floor(Math.log10(value) / 3), -9), highest);
-    return `${Number((value / 10 ** power).toPrecision(3))} ${PREFIXES[power]}${timelines.unit}`;
+  function amount(value, unit = timelines.unit) {
+    if (unit === "tokens") return `${count(Math.round(value))} tokens`;
+    if (!value) return `0 ${unit}`;
+    const power = Math.min(Math.max(3 * Math.floor(Math.log10(value) / 3 + 1e-9), -9), unit === "s" ? 0 : 21);
+    return `${Number((value / 10 ** power).toPrecision(3))} ${PREFIXES[power]}${unit}`;
+  }
+
+  const FORMATS = {
+    amount, count, seconds: (value) => amount(value, "s"),
+    ratio: (value) => value.toFixed(2), percent: (value) => `${Math.round(100 * value)} %`,
+  };
+
+  function add(parent, tag, attributes, text = "") {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.textContent = text;
+    parent.append(node);
+    return node;
+  }
+
+  // Show the lines that a drawing has to say of the place that is pointed at.
+  function explain(box, linesAt) {
+    const show = (event) => {
+      const lines = linesAt(event);
+      tip.hidden = !lines;
+      if (!lines) return;
+      tip.textContent = lines.join("\n");
+      const [right, bottom] = [window.innerWidth - tip.offsetWidth - 8, window.innerHeight - tip.offsetHeight - 8];
+      tip.style.left = `${Math.max(0, Math.min(event.clientX + 14, right))}px`;
+      tip.style.top = `${Math.max(0, Math.min(event.clientY + 14, bottom))}px`;
+    };
+    [box.onpointermove, box.onpointerdown, box.onpointerleave] = [show, show, () => { tip.hidden = true; }];
+  }
+
+  // Where values of an axis lie between two pixels.
+  function scaleOf({ low, high, log }, from, to) {
+    const place = log ? Math.log10 : Number;
+    return (value) => from + ((place(value) - place(low)) / (place(high) - place(low))) * (to - from);
+  }
+
+  // Round numbers on an axis: 1, 2 and 5 times powers of ten, about `most` of them.
+  function ticksOf({ low, high, log, format }, most) {
+    if (log) {
+      const powers = [];
+      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) powers.push(power);
+      const digits = 3 * powers.length > 2 * most ? [1] : [1, 2, 5];
+      const all = powers.flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)));
+      return all.filter((tick) => tick >= low && tick <= high);
+    }
+    const rough = (high - low) / most;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const nice = power * [1, 2, 5, 10].find((digit) => digit * power >= rough);
+    const step = format === "count" ? Math.max(nice, 1) : nice;
+    const first = Math.ceil(low / step - 1e-9);
+    const number = Math.floor(high / step + 1e-9) - first + 1;
+    return Array.from({ length: number }, (_, index) => (first + index) * step);
+  }
+
+  function drawAxis(svg, axis, scale, { bottom, left, top = 0, right }, most) {
+    const isX = bottom !== undefined;
+    for (const tick of ticksOf(axis, most)) {
+      const at = scale(tick);
+      const label = isX ? { x: at, y: bottom + 16, "text-anchor": "middle" } : { x: left - 6, y: at + 4, "text-anchor": "end" };
+      const grid = isX ? { x1: at, x2: at, y1: top, y2: bottom } : { x1: left, x2: right, y1: at, y2: at };
+      add(svg, "line", { class: "grid", ...grid });
+      add(svg, "text", { class: isX ? "xtick" : "ytick", ...label }, FORMATS[axis.format](tick));
+    }
+  }
+
+  function drawChart({ name, x, y, lines }) {
+    const box = document.getElementById(name);
+    const legend = document.createElement("p");
+    legend.className = "legend";
+    lines.forEach((line) => {
+      const key = document.createElement("span");
+      [key.textContent, key.className] = [line.name, line.colour];
+      legend.append(key);
+    });
+    box.replaceChildren(legend);
+    const [width, height] = [box.clientWidth, box.clientHeight - legend.offsetHeight];
+    const svg = add(box, "svg", { width, height });
+    const [left, right, bottom] = [64, width - 12, height - 44];
+    const withEnds = (axis, key) => {
+      const values = lines.flatMap((line) => line[key]).filter((value) => value !== null);
+      const [least, most] = [Math.min(...values), Math.max(...values)];
+      if (axis.log) return { ...axis, low: least / 1.05, high: most * 1.05 };
+      const room = (most - least || Math.abs(most) || 1) * 0.04;
+      return { ...axis, low: least - room, high: most + room };
+    };
+    const axes = { x: withEnds(x, "x"), y: withEnds(y, "y") };
+    const [toX, toY] = [scaleOf(axes.x, left, right), scaleOf(axes.y, bottom, 8)];
+    drawAxis(svg, axes.x, toX, { bottom, top: 8 }, (right - left) / 80);
+    drawAxis(svg, axes.y, toY, { left, right }, 6);
+    add(svg, "text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, x.title);
+    add(svg, "text", { x: -bottom / 2, y: 14, "text-anchor": "middle", transform: "rotate(-90)" }, y.title);
+    const points = lines.flatMap((line) => {
+      const [shown, pieces] = [[], []];
+      line.x.forEach((value, index) => {
+        if (line.y[index] === null) return;
+        const [at, up] = [toX(value), toY(line.y[index])];
+        const starts = !index || line.y[index - 1] === null;
+        pieces.push(starts ? `M${at} ${up}` : line.kind === "steps" ? `H${at}V${up}` : `L${at} ${up}`);
+        shown.push({ at, up, text: `${line.name}: ${FORMATS[x.format](value)}, ${FORMATS[y.format](line.y[index])}` });
+      });
+      const group = add(svg, "g", { class: `trace ${line.colour} ${line.kind}` });
+      if (line.kind !== "points") add(group, "path", { d: pieces.join("") });
+      if (line.kind === "points" || shown.length < 40) shown.forEach(({ at, up }) => add(group, "circle", { cx: at, cy: up, r: 2.5 }));
+      return shown;
+    });
+    explain(box, (event) => {
+      const { left: origin, top } = svg.getBoundingClientRect();
+      const distance = ({ at, up }) => Math.hypot(at - event.clientX + origin, up - event.clientY + top);
+      const nearest = points.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+      return distance(nearest) < 40 ? [nearest.text] : null;
+    });
   }
 
   // The micro-batches of a timeline, as rows of bars, and the waiting between them.
@@ -60,7 +144,7 @@
         const ids = panel.ids.slice(sample, sample + panel.counts[place]);
         sample += ids.length;
         const size = panel.sizes.length ? panel.sizes[place] : 1;
-        if (!size) continue; // a leaf without this slot
+        if (!size) continue; // a DP×CP rank without this slot
         if (start > free) waits.push({ row, rank, start: free, end: start });
         work.push({ row, rank, slot, start, end, ids, size });
         free = Math.max(free, end);
@@ -75,14 +159,13 @@
     const time = `${amount((slice.end - slice.start) * step.tick)}${panel.key === "measured" ? "" : " predicted"}`;
     const first = slice.rank - (slice.rank % slice.size);
     const ranks = slice.size > 1 ? `ranks ${first} to ${first + slice.size - 1}` : `rank ${slice.rank}`;
-    const size = panel.sizes.length ? `, CP ${slice.size}` : "";
-    const head = `<b>${ranks}, micro-batch ${slice.slot}${size}</b><br>${time}`;
-    if (!slice.ids.length) return `${head}<br>no samples: a masked dummy`;
+    const head = [`${ranks}, micro-batch ${slice.slot}${panel.sizes.length ? `, CP ${slice.size}` : ""}`, time];
+    if (!slice.ids.length) return [...head, "no samples: a masked dummy"];
     const tokens = slice.ids.reduce((sum, id) => sum + lengths[id], 0);
     const shown = slice.ids.slice(0, MAX_SAMPLES).map((id) => `sample ${id}: ${count(lengths[id])}`);
     if (slice.ids.length > MAX_SAMPLES) shown.push(`and ${slice.ids.length - MAX_SAMPLES} more`);
     const samples = slice.ids.length === 1 ? "1 sample" : `${slice.ids.length} samples`;
-    return `${head}<br>${samples}, ${count(tokens)} tokens<br>${shown.join("<br>")}`;
+    return [...head, `${samples}, ${count(tokens)} tokens`, ...shown];
   }
 
   // A micro-batch that several ranks share is one block over them, where all are drawn and run it at the same time.
@@ -100,88 +183,52 @@
     });
   }
 
-  function bars(slices, step, axes) {
-    return {
-      type: "bar", orientation: "h", showlegend: false, ...axes,
-      width: slices.map((slice) => (slice.height ?? 1) - 0.12),
-      y: slices.map((slice) => slice.row + ((slice.height ?? 1) - 1) / 2),
-      base: slices.map((slice) => slice.start * step.tick),
-      x: slices.map((slice) => (slice.end - slice.start) * step.tick),
-    };
-  }
-
   function drawTimeline() {
     const step = timelines.steps[select.selectedIndex];
-    const numRows = step.ranks.length;
-    const rowPixels = Math.max(7, Math.min(26, 420 / numRows));
-    const panelPixels = numRows * rowPixels;
-    const titlePixels = narrow.matches ? 40 : 26;
-    const gapPixels = titlePixels + 14;
-    const numPanels = step.panels.length;
-    const inner = numPanels * panelPixels + (numPanels - 1) * gapPixels;
-    const margin = { l: 48, r: narrow.matches ? 12 : 96, t: titlePixels + 8, b: 46 };
-    const longest = Math.max(...step.panels.map((panel) => panel.total)) * step.tick;
-    const data = [];
-    const layout = {
-      height: inner + margin.t + margin.b, margin, barmode: "overlay", bargap: 0, annotations: [], shapes: [],
-      coloraxis: {
-        cmin: 0, colorscale: [[0, colour("cheap")], [1, colour("costly")]], showscale: !narrow.matches,
-        colorbar: {
-          title: { text: "micro-batch", side: "top" }, thickness: 12, outlinewidth: 0, tickformat: "~s",
-          ticksuffix: timelines.unit === "s" ? "s" : "", len: Math.min(1, 260 / inner), y: 1, yanchor: "top",
-        },
-      },
-      xaxis: {
-        range: [0, longest * 1.002], tickformat: "~s", ticksuffix: timelines.unit === "s" ? "s" : "",
-        title: { text: timelines.unit === "s" ? "time" : timelines.unit }, anchor: `y${numPanels > 1 ? numPanels : ""}`,
-        zeroline: false, nticks: narrow.matches ? 4 : 10,
-      },
-    };
-    let costliest = 0;
-    step.panels.forEach((panel, index) => {
-      const suffix = index ? String(index + 1) : "";
-      const top = 1 - (index * (panelPixels + gapPixels)) / inner;
-      const axes = { xaxis: "x", yaxis: `y${suffix}` };
-      const { work: ofRanks, waits } = slicesOf(panel, step);
-      const work = blocksOf(ofRanks);
-      const every = Math.ceil(14 / rowPixels);
-      const ticks = step.ranks.map((_, row) => row).filter((row) => row % every === 0);
-      layout[`yaxis${suffix}`] = {
-        domain: [Math.max(0, top - panelPixels / inner), top], range: [numRows - 0.5, -0.5], fixedrange: true,
-        showgrid: false, zeroline: false, tickvals: ticks, ticktext: ticks.map((row) => step.ranks[row]),
-        title: { text: "rank", standoff: 4 },
-      };
-      const times = work.map((slice) => (slice.end - slice.start) * step.tick);
-      costliest = Math.max(costliest, ...times);
-      data.push({
-        ...bars(waits, step, axes), name: "waiting",
-        marker: {
-          color: colour("surface"), line: { width: 0 },
-          pattern: { shape: "/", fgcolor: colour("muted"), bgcolor: colour("page"), size: 6, solidity: 0.22 },
-        },
-        hovertext: waits.map((wait) => `rank ${wait.rank} waits ${amount((wait.end - wait.start) * step.tick)}`),
-        hovertemplate: "%{hovertext}<extra></extra>",
-      });
-      data.push({
-        ...bars(work, step, axes), name: panel.title,
-        marker: { color: times, coloraxis: "coloraxis", line: { width: 0.6, color: colour("page") } },
-        hovertext: work.map((slice) => about(slice, panel, step)),
-        hovertemplate: "%{hovertext}<extra></extra>",
-      });
-      const end = panel.total * step.tick;
-      layout.annotations.push({
-        text: `<b>${panel.title}</b>${narrow.matches ? "<br>" : "   "}${figuresOf(panel, step)}`, align: "left",
-        xref: "paper", x: 0, xanchor: "left", yref: "paper", y: top, yanchor: "bottom", showarrow: false, yshift: 2,
-      });
-      layout.shapes.push({
-        type: "line", xref: "x", x0: end, x1: end, yref: `y${suffix} domain`, y0: 0, y1: 1,
-        line: { color: panel.colour, width: 2 },
-      });
+    const box = document.getElementById("timeline");
+    const [width, left] = [box.clientWidth, 52];
+    const rowPixels = Math.max(7, Math.min(26, 420 / step.ranks.length));
+    const panels = step.panels.map((panel) => ({ panel, ...slicesOf(panel, step) }));
+    const longest = Math.max(...step.panels.map((panel) => panel.total));
+    const costliest = Math.max(...panels.flatMap(({ work }) => work.map((slice) => slice.end - slice.start)));
+    const axis = { low: 0, high: longest * step.tick, format: "amount" };
+    const toX = scaleOf({ low: 0, high: longest }, left, width - 24);
+    const titlePixels = 44;
+    const bottom = panels.length * (step.ranks.length * rowPixels + titlePixels);
+    box.replaceChildren();
+    const svg = add(box, "svg", { width, height: bottom + 24 });
+    const hatch = add(add(svg, "defs", {}), "pattern", {
+      id: "waiting", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)",
     });
-    layout.coloraxis.cmax = costliest;
-    document.getElementById("timeline").style.height = `${layout.height}px`;
+    add(hatch, "line", { y2: 6, class: "hatch" });
+    const texts = new Map();
+    drawAxis(svg, axis, scaleOf(axis, left, width - 24), { bottom, top: titlePixels }, width / 110);
+    panels.forEach(({ panel, work, waits }, index) => {
+      const top = index * (step.ranks.length * rowPixels + titlePixels) + titlePixels;
+      add(svg, "text", { class: "title", x: left, y: top - 24 }, TITLES[panel.key]);
+      add(svg, "text", { class: "figures", x: left, y: top - 8 }, figuresOf(panel, step));
+      step.ranks.forEach((rank, row) => {
+        if (row % Math.ceil(14 / rowPixels)) return;
+        const label = row ? rank : `rank ${rank}`;
+        add(svg, "text", { class: "ytick", x: left - 6, y: top + (row + 0.5) * rowPixels + 4, "text-anchor": "end" }, label);
+      });
+      const bar = (slice, attributes, lines) => {
+        const [x, end] = [toX(slice.start), toX(slice.end)];
+        const rows = { y: top + slice.row * rowPixels + 1, height: (slice.height ?? 1) * rowPixels - 2 };
+        texts.set(add(svg, "rect", { ...attributes, ...rows, x, width: end - x }), lines);
+      };
+      const seconds = (slice) => amount((slice.end - slice.start) * step.tick);
+      waits.forEach((wait) => bar(wait, { class: "wait" }, () => [`rank ${wait.rank} waits ${seconds(wait)}`]));
+      blocksOf(work).forEach((slice) => {
+        const part = Math.round((100 * (slice.end - slice.start)) / costliest) || 0;
+        const style = `fill: color-mix(in srgb, var(--costly) ${part}%, var(--cheap))`;
+        bar(slice, { class: "work", style }, () => about(slice, panel, step));
+      });
+      const total = toX(panel.total);
+      add(svg, "line", { class: `end ${panel.key}`, x1: total, x2: total, y1: top, y2: top + step.ranks.length * rowPixels });
+    });
+    explain(box, (event) => texts.get(event.target)?.());
     describe(step);
-    return Plotly.react("timeline", data, themed(layout), config);
   }
 
   function figuresOf(panel, step) {
@@ -191,7 +238,7 @@
 
   // The timeline in words and as a table.
   function describe(step) {
-    const words = step.panels.map((panel) => `${panel.title}: ${figuresOf(panel, step)}.`);
+    const words = step.panels.map((panel) => `${TITLES[panel.key]}: ${figuresOf(panel, step)}.`);
     document.getElementById("step-summary").textContent = `Step ${count(step.iteration)}. ${words.join(" ")}`;
     const busy = step.panels.map((panel) => {
       const { work } = slicesOf(panel, step);
@@ -201,7 +248,7 @@
     });
     const cell = (tag, text) => Object.assign(document.createElement(tag), { textContent: text });
     const head = document.createElement("tr");
-    head.append(cell("th", "rank, busy for"), ...step.panels.map((panel) => cell("th", panel.title)));
+    head.append(cell("th", "rank, busy for"), ...step.panels.map((panel) => cell("th", TITLES[panel.key])));
     head.querySelectorAll("th").forEach((heading) => heading.setAttribute("scope", "col"));
     const rows = step.ranks.map((rank, row) => {
       const line = document.createElement("tr");
@@ -223,7 +270,7 @@
     select.selectedIndex = index;
     previous.disabled = index === 0;
     next.disabled = index === timelines.steps.length - 1;
-    return drawTimeline();
+    drawTimeline();
   }
 
   timelines.steps.forEach((step) => {
@@ -234,13 +281,12 @@
   next.addEventListener("click", () => show(select.selectedIndex + 1));
 
   function drawAll() {
-    return Promise.all([show(select.selectedIndex), ...drawCharts()]);
+    show(select.selectedIndex);
+    charts.forEach(drawChart);
   }
 
   select.selectedIndex = timelines.first;
-  dark.addEventListener("change", drawAll);
-  narrow.addEventListener("change", drawAll);
-  drawAll().then(() => {
-    document.documentElement.dataset.drawn = String(Math.round(performance.now()));
-  });
+  window.addEventListener("resize", drawAll);
+  drawAll();
+  document.documentElement.dataset.drawn = String(Math.round(performance.now()));
 })();
