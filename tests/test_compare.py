@@ -408,16 +408,16 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     output = capsys.readouterr()
     assert (output.out, output.err.count("--json is")) == ("", 1)
     write_record(tmp_path / "record", num_steps=4)
-    outputs = {"report": ["--out", "--trace"], "fit": ["--out"]}
+    outputs = {"report": ["--out"], "fit": ["--out"]}
     for command, flags in outputs.items():
         for flag in flags:
             assert main([command, str(tmp_path / "none"), flag, str(tmp_path)]) == 2  # before the record is looked for
             assert f"{flag} is" in capsys.readouterr().err
-    plan, page, trace, seconds = (tmp_path / f"folder {name}" / name for name in ("plan", "page", "trace", "seconds"))
+    plan, page, seconds = (tmp_path / f"folder {name}" / name for name in ("plan", "page", "seconds"))
     assert compare("synthetic:gsm8k_sft", *BATCH, "--json", plan) == 0
-    assert main(["report", str(tmp_path / "record"), "--out", str(page), "--trace", str(trace)]) == 0
+    assert main(["report", str(tmp_path / "record"), "--out", str(page)]) == 0
     assert main(["fit", str(tmp_path / "record"), "--out", str(seconds)]) == 0
-    assert all(path.stat().st_size for path in (plan, page, trace, seconds))
+    assert all(path.stat().st_size for path in (plan, page, seconds))
 
 
 def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(

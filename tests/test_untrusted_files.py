@@ -255,9 +255,7 @@ def test_outputs_replace_no_input(tmp_path: Path, refused: Callable[..., str]) -
     assert not target.exists()
     for _ in range(2):  # an earlier output is replaced
         assert main(["compare", str(lengths), *FLAGS, "--json", str(link)]) == 0
-        assert (
-            main(["report", str(record), "--out", str(tmp_path / "a.html"), "--trace", str(tmp_path / "a.json")]) == 0
-        )
+        assert main(["report", str(record), "--out", str(tmp_path / "a.html")]) == 0
         assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
     assert target.stat().st_size
 

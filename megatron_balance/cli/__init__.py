@@ -101,10 +101,8 @@ examples:
   megatron-balance report plan.jsonl
       what balancing would do, before any training
 
-  megatron-balance report record --trace trace.json
+  megatron-balance report record
       what it did; record is the folder that --balance-record of the training run names
-
-Open the trace at ui.perfetto.dev or chrome://tracing.
 """
 
 
@@ -113,22 +111,18 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", type=Path, metavar="RUN", help="folder of a record, or file of compare --json")
     words = "the page (default: report.html)"
     parser.add_argument("--out", type=output_file, default="report.html", metavar="FILE", help=words)
-    parser.add_argument("--trace", type=output_file, metavar="FILE", help="also write a Chrome/Perfetto trace")
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of a GPU: adds the MFU of a run by FLOPs")
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Show a run, or a plan, as one HTML page that opens offline, and as a trace for Perfetto."""
+    """Show a run, or a plan, as one HTML page that opens offline."""
     if args.peak is not None and not 0 < args.peak < float("inf"):
         raise BalanceError(f"--peak is {args.peak:g}: it must be TFLOP/s above 0.")
-    from megatron_balance.report import run_figures, write_page, write_trace
+    from megatron_balance.report import run_figures, write_page
 
     figures = run_figures(read_record(args.record))
     write_page(figures, out=args.out, peak=args.peak)
     say(f"{args.out}: {len(figures.record.steps)} steps. Open it in a browser.")
-    if args.trace is not None:
-        write_trace(figures, out=args.trace)
-        say(f"{args.trace}: open it at ui.perfetto.dev.")
     return 0
 
 

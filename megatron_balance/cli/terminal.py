@@ -22,7 +22,7 @@ from megatron_balance.lengths import MAX_LENGTH
 
 STANDARD_OUTPUT = Path("-")
 
-_MARKS = (b"megatron_balance", b"traceEvents")  # one begins all that this package writes
+_MARK = b"megatron_balance"  # begins all that this package writes
 
 
 def integer(minimum: int) -> Callable[[str], int]:
@@ -53,7 +53,7 @@ def output_file(text: str) -> Path:
             content = file.read(2**16)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"is {text!r}: it cannot be written ({error.strerror}).") from error
-    if content and not any(mark in content for mark in _MARKS):
+    if content and _MARK not in content:
         raise argparse.ArgumentTypeError(f"is {text!r}: the file is not an earlier output; remove it, or name another.")
     return Path(text)
 
@@ -63,7 +63,7 @@ def refuse_overwriting(args: argparse.Namespace) -> None:
     texts = {name: str(value) for name, value in vars(args).items() if isinstance(value, str | Path)}
     paths = {name: text for name, text in texts.items() if text != str(STANDARD_OUTPUT)}
     sources = {os.path.realpath(paths[name]) for name in {"lengths", "record", "cost", "model"} & paths.keys()}
-    for flag in sorted({"json", "out", "trace"} & paths.keys()):
+    for flag in sorted({"json", "out"} & paths.keys()):
         output = Path(os.path.realpath(paths[flag]))
         folder = output.parent if output.suffix == ".jsonl" else output  # files of a record
         if sources & {str(output), str(folder)}:
