@@ -59,9 +59,9 @@ def loss_weights(
     gathered: GatheredLengths, *, weighting: str | None, num_microbatches: int
 ) -> NDArray[np.float64] | None:
     """The weight of every sample of a step, of which all ranks loaded `num_microbatches`; None where tokens count."""
-    if weighting is None or gathered.sample_values is None or gathered.schema is None:
+    if weighting is None or gathered.schema is None:
         return None
-    num_tokens, units = gathered.sample_values.T
+    num_tokens, units = gathered.values[:, -2:].T
     if any(key.name == weighting and key.dtype.is_floating_point for key in gathered.schema.keys):
         return np.ascontiguousarray(units).view(np.float64)
     ranks = gathered.home_ranks if weighting in (MICROBATCH, SAMPLE) else np.zeros_like(units)

@@ -40,6 +40,7 @@ from megatron_balance.runtime.gather import (
     GatheredLengths,
     Header,
     gather_sample_lengths,
+    image_patches,
 )
 from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
@@ -180,7 +181,6 @@ class StepBuilder:
                 samples,
                 group=group,
                 error=None if failure is None else failure.text,
-                counts_images=self._counts_images,
                 header=Header(self._announced, number, reports, self._row_values),
             )
         except BalanceError as common:
@@ -225,7 +225,7 @@ class StepBuilder:
             np.unique(schedule.microbatch_of[lengths > 0]).size,
             int(lengths.sum()),
             int((lengths * lengths).sum()),
-            0 if gathered.sample_values is None else int(gathered.sample_values[:, 0].sum()),
+            0 if self._weighting is None else int(gathered.values[:, -2].sum()),
         )
         return BalancedStep(
             replica[index],
@@ -254,15 +254,22 @@ class StepBuilder:
             if isinstance(part, Failure):
                 return replace(part, during=f"item {index} of this step")
             parts.append(part)
-        if self._weighting is None:
-            return attempt(Samples.joined, parts)
-        return attempt(joined, parts, weighting=self._weighting)
+        return attempt(self._join, parts)
+
+    def _join(self, parts: Sequence[Samples]) -> Samples:
+        """The samples of these items, with patches of images and loss weights as values, where each counts."""
+        weighting = self._weighting
+        samples = Samples.joined(parts) if weighting is None else joined(parts, weighting=weighting)
+        if not self._counts_images:
+            return samples
+        values = [image_patches(samples), *([] if samples.values is None else [samples.values])]
+        return replace(samples, values=np.hstack(values))
 
     def _plan(self, gathered: GatheredLengths) -> DataSchedule:
         return self.plans.plan(
             num_samples=len(gathered.lengths),
             lengths=gathered.lengths,
-            image_patches=None if gathered.image_patches is None else Images(gathered.image_patches),
+            image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
             cost_model=self.settings.costs.model,
             topology=self.topology,
             limits=self._limits,

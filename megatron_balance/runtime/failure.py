@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import (
-    Device,
     all_gather_bytes,
     all_gather_row,
     exchange_parts,
@@ -92,18 +91,17 @@ def mismatch(
     return f"Ranks were started differently: {'; '.join(differences[:MAX_NAMED])}{more}. {advice}"
 
 
-def check_same_schedule(digest: int, *, group: dist.ProcessGroup, device: Device = "cpu") -> None:
+def check_same_schedule(digest: int, *, group: dist.ProcessGroup) -> None:
     """Check that all ranks computed the same schedule, in ⌈log₂(group size)⌉ rounds of small messages.
 
     Args:
         digest: a hash of the schedule, in [0, 2**63).
         group: the ranks that planned.
-        device: where the messages' buffers live: `cuda` for NCCL.
 
     Raises:
         BalanceError: on every rank, naming the ranks that differ from the first.
     """
-    _all_equal(digest, group=group, operation="the plans of all ranks (compare)", template=_OTHER_PLANS, device=device)
+    _all_equal(digest, group=group, operation="the plans of all ranks (compare)", template=_OTHER_PLANS)
 
 
 def broadcast_step(
@@ -143,7 +141,6 @@ def _all_equal(
     operation: str,
     template: str,
     error: str | None = None,
-    device: Device = "cpu",
 ) -> bool:
     """True if every rank has a digest; where two differ, or a rank has an error, all raise.
 
@@ -153,7 +150,7 @@ def _all_equal(
     equal, complete, value = error is None, digest != NO_DIGEST, digest
     rank, size = group.rank(), group.size()
     for distance in (1 << bit for bit in range((size - 1).bit_length())):
-        state = torch.tensor([equal, complete, value], device=device)
+        state = torch.tensor([equal, complete, value])
         received = torch.empty_like(state)
         sizes: list[dict[int, int]] = [{(rank - distance) % size: 3}, {(rank + distance) % size: 3}]
         exchange_parts(received, state, receive_sizes=sizes[0], send_sizes=sizes[1], group=group, operation=operation)
@@ -164,9 +161,9 @@ def _all_equal(
     if equal:
         return complete
     text = (error or "").encode()
-    rows = all_gather_row(np.array([len(text), digest]), group=group, operation=operation, device=device)
+    rows = all_gather_row(np.array([len(text), digest]), group=group, operation=operation)
     if rows[:, 0].any():
-        texts = all_gather_bytes(text, sizes=rows[:, 0], group=group, operation=operation, device=device)
+        texts = all_gather_bytes(text, sizes=rows[:, 0], group=group, operation=operation)
         raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in texts if text)))
     ranks = ranks_by_value(rows[:, 1].tolist(), group=group)
     ranks.pop(NO_DIGEST, None)

@@ -5,7 +5,7 @@ hash of its announcement: error, settings and schema. Where two differ, all rank
 one schema or raise one error.
 
 The values of a rank are the lengths of its sequences, ~length where a sequence continues the sample before it, then for
-each sample the entries of its ragged keys and the sums of its image patches. One all_gather brings a row of
+each sample the entries of its ragged keys and its further values. One all_gather brings a row of
 `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default), a second one what did not fit on some rank.
 """
 
@@ -70,8 +70,7 @@ class GatheredLengths:
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
         reported: int64 `[dp_size, NUM_REPORTED]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order.
-        image_patches: int64 `[num_samples, 2]`, as `image_patches` counts them; None where no rank did.
-        sample_values: int64 `[num_samples, k]`, further numbers of each sample that ranks sent along; None without.
+        values: int64 `[num_samples, k]`, further numbers of each sample that ranks sent along.
     """
 
     lengths: NDArray[np.int64]
@@ -82,8 +81,7 @@ class GatheredLengths:
     next_row_values: int
     reported: NDArray[np.int64]
     ragged_lengths: NDArray[np.int64]
-    image_patches: NDArray[np.int64] | None
-    sample_values: NDArray[np.int64] | None = None
+    values: NDArray[np.int64]
 
     def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]]:
         """Lengths of the sequences of each of these samples."""
@@ -99,17 +97,15 @@ def gather_sample_lengths(
     *,
     group: dist.ProcessGroup,
     error: str | None = None,
-    counts_images: bool = False,
     header: Header = Header(),
     device: Device = "cpu",
 ) -> GatheredLengths:
     """Gather the lengths of all ranks' samples, and check that they go together.
 
     Args:
-        samples: of this rank; may be empty. `Samples.values` are given on every rank or on none.
+        samples: of this rank; may be empty. `Samples.values` are as many on every rank.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         error: in this rank's data. It is raised here, on every rank.
-        counts_images: whether `image_patches` counts patches, on every rank or on none.
         header: of this rank, in a run of steps.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -118,11 +114,9 @@ def gather_sample_lengths(
             between ranks, different settings.
         OutOfStepError: on every rank: different steps.
     """
-    columns, patches = Samples.of([]), np.zeros((0, 2), dtype=np.int64) if counts_images else None
+    columns = Samples.of([])
     try:
         columns = Samples.of(samples)
-        if counts_images:
-            patches = image_patches(samples)
     except BalanceError as damaged:
         error = error or str(damaged)
     return gather_lengths(
@@ -131,8 +125,7 @@ def gather_sample_lengths(
         group=group,
         schema=columns.schema,
         error=error,
-        image_patches=patches,
-        sample_values=columns.values,
+        values=columns.values,
         header=header,
         device=device,
     )
@@ -146,35 +139,35 @@ def gather_lengths(
     ragged_lengths: ArrayLike = (),
     schema: SampleSchema | None = None,
     error: str | None = None,
-    image_patches: NDArray[np.int64] | None = None,
-    sample_values: NDArray[np.int64] | None = None,
+    values: NDArray[np.int64] | None = None,
     header: Header = Header(),
     device: Device = "cpu",
 ) -> GatheredLengths:
     """`gather_sample_lengths` without samples.
 
     `local_lengths` are tokens, or one entry a sequence, sample after sample, where `num_segments` counts those of each;
-    `ragged_lengths` `[num_local_samples, num_ragged]`. `image_patches` `[num_local_samples, 2]` are given on every rank
-    or on none. A rank without samples and schema adopts that of the others.
+    `ragged_lengths` are `[num_local_samples, num_ragged]`, `values` `[num_local_samples, k]` with one k on all ranks. A
+    rank without samples and schema adopts that of the others.
     """
     num_ragged = 0 if schema is None else schema.num_ragged
-    sequences = values = np.zeros(0, dtype=np.int64)
+    num_values = 0 if values is None else values.shape[1]
+    sequences = sent = np.zeros(0, dtype=np.int64)
     if error is None:
         lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
         counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
         sequences, first = ~lengths, np.cumsum(counts) - counts
         sequences[first] = lengths[first]
-        columns = [np.array(ragged_lengths, dtype=np.int64).reshape(len(counts), num_ragged)]
-        columns += [column for column in (image_patches, sample_values) if column is not None]
-        values = np.concatenate([sequences, np.hstack(columns).ravel()])
+        ragged = np.array(ragged_lengths, dtype=np.int64).reshape(len(counts), num_ragged)
+        table = ragged if values is None else np.hstack([ragged, values])
+        sent = np.concatenate([sequences, table.ravel()])
 
     announcement = json.dumps([error, {**header.settings}, None if schema is None else schema.to_text()]).encode()
     row = np.zeros(HEADER_FIELDS + header.row_values, dtype=np.int64)
     row[STEP] = header.step
     row[ANNOUNCEMENT_HASH] = int.from_bytes(hashlib.sha256(announcement).digest()[:8], "little", signed=True)
-    row[ANNOUNCEMENT_NBYTES:REPORTED] = len(announcement), len(sequences), len(values)
+    row[ANNOUNCEMENT_NBYTES:REPORTED] = len(announcement), len(sequences), len(sent)
     row[REPORTED:HEADER_FIELDS] = header.reported
-    row[HEADER_FIELDS : HEADER_FIELDS + len(values)] = values[: header.row_values]
+    row[HEADER_FIELDS : HEADER_FIELDS + len(sent)] = sent[: header.row_values]
     headers = all_gather_row(row, group=group, device=device, operation="the lengths of all ranks' samples (gather)")
     steps = ranks_by_value(headers[:, STEP].tolist(), group=group)
     if len(steps) > 1:
@@ -192,7 +185,7 @@ def gather_lengths(
     padded, max_values = headers[:, HEADER_FIELDS:], int(headers[:, NUM_VALUES].max())
     if max_values > header.row_values:
         row = np.zeros(max_values - header.row_values, dtype=np.int64)
-        row[: max(len(values) - header.row_values, 0)] = values[header.row_values :]
+        row[: max(len(sent) - header.row_values, 0)] = sent[header.row_values :]
         rows = all_gather_row(row, group=group, device=device, operation="the remaining lengths (gather)")
         padded = np.concatenate([padded, rows], axis=1)
 
@@ -202,9 +195,7 @@ def gather_lengths(
     starts = np.flatnonzero(sequences >= 0)
     segment_lengths = np.where(sequences < 0, ~sequences, sequences)
     num_ragged = 0 if schema is None else schema.num_ragged
-    first_value = num_ragged + (0 if image_patches is None else 2)
-    num_columns = first_value + (0 if sample_values is None else sample_values.shape[1])
-    table = padded[~is_sequence & (index < headers[:, NUM_VALUES, None])].reshape(len(starts), num_columns)
+    table = padded[~is_sequence & (index < headers[:, NUM_VALUES, None])].reshape(len(starts), num_ragged + num_values)
     # Room for a quarter more than the rank with the most values has: from step to step numbers rarely vary by more.
     next_row = -(-(HEADER_FIELDS + max_values * 5 // 4) // ROW_MULTIPLE) * ROW_MULTIPLE
     return GatheredLengths(
@@ -216,8 +207,7 @@ def gather_lengths(
         reported=headers[:, REPORTED:HEADER_FIELDS],
         next_row_values=max(INLINE_LENGTHS, next_row - HEADER_FIELDS),
         ragged_lengths=table[:, :num_ragged],
-        image_patches=None if image_patches is None else table[:, num_ragged:first_value],
-        sample_values=None if sample_values is None else table[:, first_value:],
+        values=table[:, num_ragged:],
     )
 
 

@@ -187,7 +187,7 @@ class Samples:
     """The samples of a step in columns, key → its tensor of each sample: a few calls a key, however many there are.
 
     `schema` is None only where there are none; `lengths` are int64 `[num_samples]`, tokens; `values`, int64
-    `[num_samples, k]`, are numbers of each that every rank gets with its length.
+    `[num_samples, k]`, are numbers of each that every rank gets with its length; None for none.
     """
 
     schema: SampleSchema | None
