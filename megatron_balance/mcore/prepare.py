@@ -124,10 +124,9 @@ class BalancedStep:
 class StepBuilder:
     """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
 
-    `dp_group` are the ranks that load different samples, over gloo; None where this rank loads none. Samples stay on
-    the `ranks_per_node` data-parallel ranks of a node where costs allow. `report` returns by the number of a step what
-    goes to the other ranks with the lengths of its samples. A builder of evaluation takes the group and `plans` of that
-    of training, and never works at the same time.
+    `dp_group` are the ranks that load different samples, over gloo; None where this rank loads none. `report` returns
+    by the number of a step what goes to the other ranks with the lengths of its samples. A builder of evaluation takes
+    the group and `plans` of that of training, and never works at the same time.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class StepBuilder:
         *,
         dp_group: dist.ProcessGroup | None,
         coords: RankCoords | None = None,
-        ranks_per_node: int | None = None,
         evaluation_plans: PlanProcess | None = None,
         report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT,
     ) -> None:
@@ -150,7 +148,6 @@ class StepBuilder:
         )
         self._limits = (evaluates and settings.eval_limits) or settings.limits
         self._dp_group = dp_group
-        self._ranks_per_node = None if self.topology.dynamic_cp else ranks_per_node
         # Plans with dynamic context-parallel sizes take no images.
         has_images = cost_model.image_linear or cost_model.image_quadratic
         self._counts_images = bool(has_images) and not self.topology.dynamic_cp
@@ -277,7 +274,6 @@ class StepBuilder:
             algorithm=self.settings.algorithm,
             home_ranks=gathered.home_ranks,
             move_samples=self.settings.balance_data,
-            ranks_per_node=self._ranks_per_node,
         )
 
 

@@ -74,7 +74,7 @@ class BalancedForwardBackward:
         self._telemetry: Telemetry | None = None
         if loads_data or layout.is_last:
             self._telemetry = Telemetry(settings, layout=layout, loads_data=loads_data, args=args)
-        shared: Any = {"dp_group": dp_group, "coords": self._coords, "ranks_per_node": layout.ranks_per_node}
+        shared: Any = {"dp_group": dp_group, "coords": self._coords}
         report: Any = {} if self._telemetry is None else {"report": self._telemetry.report}
         # Megatron has its writers on the last rank, which may load no data.
         figures = figures_of if self._coords.dp == layout.coords[-1].dp else None

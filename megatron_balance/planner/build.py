@@ -139,7 +139,6 @@ def build_data_schedule(
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
     move_samples: bool = True,
-    ranks_per_node: int | None = None,
 ) -> DataSchedule:
     """Plans one global batch.
 
@@ -162,7 +161,6 @@ def build_data_schedule(
             exchanged so that fewer tokens leave it, at equal costs. Sizes of their own do not use
             them.
         move_samples: False keeps every sample on its home rank.
-        ranks_per_node: data-parallel ranks of one node; samples that move stay on their node where possible.
 
     Returns:
         DataSchedule: the same on every rank and platform.
@@ -186,7 +184,6 @@ def build_data_schedule(
         num_segments=num_segments,
         image_patches=image_patches,
         home_ranks=home_ranks,
-        ranks_per_node=ranks_per_node,
     )
     check_kind("move_samples", move_samples, bool)
     if num_microbatches is not None:
@@ -216,7 +213,6 @@ def build_data_schedule(
             (not move_samples, "move_samples=False", "let samples move"),
             (group_of is not None, "groups", "leave them out"),
             (image_patches is not None, "image_patches", "leave them out"),
-            (ranks_per_node is not None, f"ranks_per_node={ranks_per_node}", "leave it out"),
             (num_microbatches is not None, f"num_microbatches={num_microbatches}", "leave it out"),
         ):
             if is_set:

@@ -48,7 +48,6 @@ class ScheduleMetrics:
         num_microbatches: slots of a rank; with dynamic sizes the most of a rank.
         num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
-        moved_off_node_tokens: those of them that leave the node as well; None where nodes are not known either.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
         tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes ascending.
     """
@@ -69,7 +68,6 @@ class ScheduleMetrics:
     num_microbatches: int
     num_dummies: int
     moved_tokens: int | None
-    moved_off_node_tokens: int | None
     mean_cp_size: float
     tokens_by_cp_size: tuple[tuple[int, int], ...]
 
@@ -117,7 +115,6 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     widths = cp_sizes if topology.dynamic_cp else np.minimum(cp_sizes, 1)
     run = int(widths.reshape(-1)[counts > 0].sum())
 
-    ranks, per_node = microbatch_of // cp_sizes.shape[1], problem.ranks_per_node
     knows_homes = problem.home_ranks is not None and not topology.dynamic_cp
     of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
     return ScheduleMetrics(
@@ -140,8 +137,7 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
         num_over_cap=int(over.sum()),
         num_microbatches=cp_sizes.shape[1],
         num_dummies=int((cp_sizes > 0).sum()) - run,
-        moved_tokens=problem.moved_tokens(ranks) if knows_homes else None,
-        moved_off_node_tokens=problem.moved_tokens(ranks, width=per_node) if knows_homes and per_node else None,
+        moved_tokens=problem.moved_tokens(microbatch_of // cp_sizes.shape[1]) if knows_homes else None,
         mean_cp_size=(
             int((original * sizes).sum()) / max(int(original.sum()), 1)
             if topology.dynamic_cp

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.errors import BalanceError
 from megatron_balance.planner.objective import Ints, resolve_objective
 from megatron_balance.topology import Limits, Topology
 
@@ -114,7 +114,6 @@ class Problem:
     segment_lengths: Ints | None = None
     images: Images | None = None
     home_ranks: Ints | None = None
-    ranks_per_node: int | None = None
 
     @classmethod
     def of(
@@ -128,7 +127,6 @@ class Problem:
         num_segments: Sequence[int] | NDArray[Any] | None = None,
         image_patches: Sequence[Sequence[int]] | Images | None = None,
         home_ranks: Sequence[int] | NDArray[Any] | None = None,
-        ranks_per_node: int | None = None,
     ) -> Problem:
         """The arguments of `build_data_schedule` that other functions share; a BalanceError names a wrong one."""
         check_kind("cost_model", cost_model, CostModel)
@@ -136,8 +134,6 @@ class Problem:
         check_kind("limits", limits, Limits)
         check_kind("objective", objective, str)
         objective = resolve_objective(objective, topology=topology)
-        if ranks_per_node is not None:
-            ranks_per_node = check_integer("ranks_per_node", ranks_per_node)
         segments = as_integers(lengths, name="lengths")
         counts = None if num_segments is None else as_integers(num_segments, name="num_segments")
         if counts is not None and int(counts.sum()) != segments.size:
@@ -164,7 +160,6 @@ class Problem:
             segment_lengths=None if counts is None else segments,
             images=None if image_patches is None else Images.of(image_patches, num_samples=original.size),
             home_ranks=homes,
-            ranks_per_node=ranks_per_node,
         )
 
     @property
@@ -181,10 +176,9 @@ class Problem:
             padded[sizes == size] = at_size[sizes == size]
         return padded
 
-    def moved_tokens(self, ranks: Ints, *, width: int = 1) -> int:
-        """Original tokens off their home rank, or its block of `width` ranks; `[num_samples]` ranks run them."""
-        assert self.home_ranks is not None
-        return int(self.lengths[ranks // width != self.home_ranks // width].sum())
+    def moved_tokens(self, ranks: Ints) -> int:
+        """Original tokens off their home rank; `[num_samples]` ranks run them."""
+        return int(self.lengths[ranks != self.home_ranks].sum())
 
 
 def check_kind(name: str, value: object, kind: type[object]) -> None:

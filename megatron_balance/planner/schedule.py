@@ -119,7 +119,6 @@ class DataSchedule(Assignment):
         oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
         move_samples: True if samples may leave their home rank.
-        ranks_per_node: data-parallel ranks of one node, or None where nodes do not matter.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.
         topology: the ranks.
         limits: token or sample cap of a micro-batch.

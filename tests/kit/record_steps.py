@@ -112,7 +112,6 @@ def _plan() -> dict[str, Any]:
     plan: dict[str, Any] = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
     plan |= {"microbatch_tokens": step.sizes.num_tokens, "cp_sizes": step.sizes.cp_sizes}
     if step.schedule is not None:
-        plan["ranks_per_node"] = step.schedule.ranks_per_node
         plan["lengths"] = step.schedule.lengths.tolist()
         plan["ranks"] = [[list(slot) for slot in slots] for slots in step.schedule.ranks]
     return plan

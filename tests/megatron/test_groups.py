@@ -9,7 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -30,13 +30,10 @@ TIMEOUT = timedelta(seconds=60)
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def groups_of_rank(
-    *, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp-ep-dp-pp", local_world_sizes: Sequence[int] = (0,)
-) -> dict[str, Any]:
-    """Of this rank in a layout; ranks take the local world sizes in turn."""
+def groups_of_rank(*, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp-ep-dp-pp") -> dict[str, Any]:
+    """Of this rank in a layout."""
     from megatron.core import parallel_state
 
-    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_sizes[dist.get_rank() % len(local_world_sizes)])
     parallel_state.initialize_model_parallel(
         tp, pp, context_parallel_size=cp, order=order, create_gloo_process_groups=False
     )
@@ -67,7 +64,6 @@ def groups_of_rank(
         "leads": layout.leads_replica(),
         "megatron_data": dist.get_process_group_ranks(megatron_data),
         "more_sockets": num_more_sockets,
-        "ranks_per_node": layout.ranks_per_node,
         **{name: _met(group) for name, group in groups.items()},
     }
 
@@ -97,16 +93,16 @@ def no_groups_are_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks_per_node"),
+    "layout",
     [
-        pytest.param({"local_world_sizes": [2]}, 2, id="DP4-on-two-nodes"),
-        pytest.param({"tp": 2, "local_world_sizes": [4]}, None, id="TP2-DP2-on-one-node"),
-        pytest.param({"pp": 2, "local_world_sizes": [4, 2]}, None, id="PP2-DP2-nodes-not-alike"),
-        pytest.param({"cp": 2, "local_world_sizes": [4]}, None, id="CP2-DP2"),
-        pytest.param({"pp": 2, "order": "tp-cp-ep-pp-dp"}, None, id="PP2-DP2-other-order"),
+        pytest.param({}, id="DP4"),
+        pytest.param({"tp": 2}, id="TP2-DP2"),
+        pytest.param({"pp": 2}, id="PP2-DP2"),
+        pytest.param({"cp": 2}, id="CP2-DP2"),
+        pytest.param({"pp": 2, "order": "tp-cp-ep-pp-dp"}, id="PP2-DP2-other-order"),
     ],
 )
-def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any], ranks_per_node: int | None) -> None:
+def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any]) -> None:
     num_ranks = 4
     rows = run_ranks(num_ranks, "test_groups:groups_of_rank", imports=(), **layout)
     readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
@@ -119,7 +115,6 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any]
         assert row["more_sockets"] == (1 if TORCH >= (2, 8) else num_ranks)
         assert row["leads"] == (rank == replica[0])
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
-        assert row["ranks_per_node"] == ranks_per_node
 
 
 @pytest.mark.usefixtures("no_groups_are_left")

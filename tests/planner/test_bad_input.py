@@ -24,7 +24,6 @@ NAMES = (
     "num_segments",
     "image_patches",
     "home_ranks",
-    "ranks_per_node",
     "cost_model",
     "topology",
     "limits",

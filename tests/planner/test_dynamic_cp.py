@@ -222,7 +222,6 @@ def test_one_size_for_all_is_said_in_the_same_words():
     ("options", "named"),
     [
         ({"algorithm": "karmarkar_karp"}, "algorithm"),
-        ({"ranks_per_node": 2}, "ranks_per_node"),
         ({"home_ranks": [0, 1], "move_samples": False}, "move_samples"),
         ({"groups": [0, 0]}, "groups"),
         ({"limits": Limits(micro_batch_size=2)}, "max_tokens_per_gpu"),

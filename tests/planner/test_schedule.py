@@ -47,7 +47,6 @@ def test_wrong_lengths_are_named(lengths, message):
         ({"move_samples": False}, "move_samples is False: home_ranks must say"),
         ({"home_ranks": [0]}, "home_ranks has 1 entries: it must have one for each of 2 lengths"),
         ({"home_ranks": [0, 2]}, r"home_ranks\[1\] is 2: it must be below dp_size 2"),
-        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"num_segments": [1, 2]}, "num_segments sums to 3"),
         ({"groups": [0]}, "groups has 1 ids: it must have one for each of 2 samples"),
         ({"groups": np.zeros((2, 1))}, r"groups has shape \(2, 1\)"),

@@ -32,7 +32,7 @@ def test_plans_are_equal_and_errors_too() -> None:
     try:
         for asked in (
             arguments(topology=Topology(4)),
-            arguments(topology=Topology(4, pp_size=4), ranks_per_node=2),
+            arguments(topology=Topology(4, pp_size=4)),
             arguments(topology=Topology(4, cp_size=2, dynamic_cp=True)),
         ):
             there, here = process.plan(num_samples=MIN_SAMPLES, **asked), build_data_schedule(**asked)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +25,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
 from megatron_balance.runtime.failure import broadcast_step
-from megatron_balance.runtime.process import close_on_undo, ranks_of_node
+from megatron_balance.runtime.process import close_on_undo
 from megatron_balance.runtime.rendezvous import Rendezvous, check_settings_match
 
 LAZY_GLOO = "megatron_balance_gloo"
@@ -34,13 +33,12 @@ LAZY_GLOO = "megatron_balance_gloo"
 
 
 class RankCoords(NamedTuple):
-    """A rank's numbers along Megatron's axes, and the ranks of its node, 0 where no launcher names it."""
+    """A rank's numbers along Megatron's axes."""
 
     tp: int
     cp: int
     pp: int
     dp: int
-    node_size: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class Layout:
             state.get_context_parallel_rank(),
             state.get_pipeline_model_parallel_rank(),
             state.get_data_parallel_rank(),
-            ranks_of_node()[0] or 0,
         )
         rendezvous, coords = rendezvous_of_world(timeout=timeout), [this_rank]
         if rendezvous is not None:
@@ -78,17 +75,6 @@ class Layout:
     def this_rank(self) -> RankCoords:
         """The coordinates of this rank."""
         return self.coords[self.rank]
-
-    @property
-    def ranks_per_node(self) -> int | None:
-        """Data-parallel ranks of one node; None where nodes do not matter, differ, or are not known."""
-        size = self.this_rank.node_size
-        if size == 0 or any(coords.node_size != size for coords in self.coords):
-            return None
-        dp_groups = self.groups(lambda coords: (coords.tp, coords.cp, coords.pp))
-        counts = {count for ranks in dp_groups for count in Counter(rank // size for rank in ranks).values()}
-        count = counts.pop()
-        return None if counts or count in (1, len(dp_groups[0])) else count
 
     @property
     def is_last(self) -> bool:
