@@ -46,14 +46,15 @@ def install(
 
 def _hooks_of_driver(options: SlimeOptions) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(_MANAGER), "RolloutManager", None))
-    hook = Hook(  # bound by the actor's class alone: in its home the function stays miles's
-        target=f"{_CONVERSION}:split_train_data_by_dp",
-        bound_in=(_MANAGER,),
-        parameters=("args", "data", "train_parallel_config"),
-        wrap=lambda _: functools.partial(_split, options),
-        reason="the function that the actor's class has bound, which reaches the actor with it",
-    )
-    return [hook]
+    return [
+        Hook(  # bound by the actor's class alone: in its home the function stays miles's
+            target=f"{_CONVERSION}:split_train_data_by_dp",
+            bound_in=(_MANAGER,),
+            parameters=("args", "data", "train_parallel_config"),
+            wrap=lambda _: functools.partial(_split, options),
+            reason="the function that the actor's class has bound, which reaches the actor with it",
+        )
+    ]
 
 
 def _split(options: SlimeOptions, args: Any, data: dict[str, Any], train_parallel_config: dict[str, Any] | None) -> Any:

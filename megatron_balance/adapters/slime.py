@@ -8,8 +8,7 @@ planned; the plan is put into slime's order and into positions of the rollout ba
 
 Invariants: every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group, none empty;
 none of two samples or more is over the cap; every kept sample is placed once; `micro_batch_indices` of a rank,
-flattened, are `range(len(partition))`; ranks come costliest first in a step, as largest differencing leaves them, the
-micro-batches of a rank cheapest first, or in the pipeline's order.
+flattened, are `range(len(partition))`.
 
 slime's trainer cannot run an empty micro-batch. A step with fewer samples than its plan has micro-batches (five samples
 that fill one each, on four ranks) is slime's own: one process plans for all ranks, so all take it.
@@ -221,20 +220,15 @@ def _size(args: Any, name: str, *, default: int = 1) -> int:
 
 
 def _in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
-    """For every rank, for every slot, sample ids: ranks costliest first, slots cheapest first.
+    """For every rank, for every slot, sample ids: slots cheapest first on all ranks, but in a pipeline's order.
 
-    Ranks change places inside their expert-parallel group, and groups as a whole; slots are reversed on all ranks or on
-    none. So all predicted times stay the same.
+    Ranks that share no experts come costliest first. So all predicted times stay the same.
     """
-    costs: list[int] = schedule.cost_grid.sum(axis=1).tolist()
-    ep_dp_size = schedule.topology.ep_dp_size
-    groups = [
-        sorted(range(first, first + ep_dp_size), key=lambda rank: (-costs[rank], schedule.ranks[rank]))
-        for first in range(0, len(costs), ep_dp_size)
-    ]
-    groups.sort(key=lambda ranks: ([-costs[rank] for rank in ranks], schedule.ranks[ranks[0]]))
     order = 1 if is_makespan(schedule.objective, topology=schedule.topology) else -1
-    return [[list(slot) for slot in schedule.ranks[rank][::order]] for ranks in groups for rank in ranks]
+    ranks = [[list(slot) for slot in slots[::order]] for slots in schedule.ranks]
+    if schedule.topology.ep_dp_size > 1:
+        return ranks
+    return [ranks[rank] for rank in (-schedule.cost_grid.sum(axis=1)).argsort(kind="stable")]
 
 
 if __name__ == "__main__":

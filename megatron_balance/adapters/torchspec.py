@@ -209,7 +209,6 @@ def get_status(settings: Settings, stock: Function, controller: Any) -> dict[str
         "balance_max_delay_dispatches": window.max_delay_seen,
         "balance_mean_delay_dispatches": window.mean_delay,
         "balance_delay_limit_dispatches": window.max_delay,
-        "balance_held_calls": window.num_held_calls,
     }
 
 
@@ -290,7 +289,7 @@ class DispatchWindow:
     def __init__(self, window: int, *, dispatch_batch_size: int) -> None:
         self.capacity = window * dispatch_batch_size
         self.max_delay = MAX_DELAY_WINDOWS * window
-        self.max_delay_seen = self.num_held_calls = 0
+        self.max_delay_seen = 0
         self._batch_size = dispatch_batch_size
         self._arrivals: list[int] = []  # of the samples in the pool, counted from the first that ever came
         self._num_dispatches = self._sum_delay = 0
@@ -302,15 +301,13 @@ class DispatchWindow:
         self._idle_calls = self._idle_calls + 1 if pool_size == self._last_pool_size else 0
         self._last_pool_size = pool_size
         max_size = getattr(controller.args, "max_sample_pool_size", 0) or 0
-        is_waiting = (
+        return (
             controller.dispatch_batch_size <= pool_size < self.capacity
             and controller.get_prompt_buffer_size() > 0
             # The inference manager compares this size: samples for evaluation count as well.
             and not 0 < max_size <= controller.get_pool_size()
             and self._idle_calls < MAX_IDLE_CALLS
         )
-        self.num_held_calls += is_waiting
-        return is_waiting
 
     def arrange(self, pool: deque[Any], *, lengths: Sequence[int]) -> None:
         """Bring the samples that leave now to the front of the pool, oldest first."""

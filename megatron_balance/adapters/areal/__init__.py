@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_balance.adapters.areal.batches import Batch, balance_batch, divide, item_lengths
-from megatron_balance.adapters.areal.spmd import MAX_WAIT_HOURS, buffer_device, group_or_world, spmd_hooks
+from megatron_balance.adapters.areal.spmd import buffer_device, group_or_world, spmd_hooks
 from megatron_balance.adapters.kit import Function, Hook, Installation
 from megatron_balance.adapters.kit.ranks import agreed_microbatches
 from megatron_balance.cost.model import CostModel
@@ -30,13 +30,12 @@ from megatron_balance.errors import BalanceError
 __all__ = ["balance_batch", "install", "is_installed"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ArealOptions:
     """The arguments of `install`, with the cost model of a sequence."""
 
     cost_model: CostModel
     single_rank_load: bool
-    max_wait_hours: float
 
 
 installation: Installation[ArealOptions] = Installation(
@@ -51,7 +50,6 @@ def install(
     model: Model | None = None,
     ep_size: int = 1,
     single_rank_load: bool = False,
-    max_wait_hours: float = MAX_WAIT_HOURS,
 ) -> Installation[ArealOptions]:
     """Hook AReaL in this process: in every rank and in the controller. Installing twice installs once.
 
@@ -61,14 +59,13 @@ def install(
         ep_size: expert-parallel ranks.
         single_rank_load: the first data-parallel rank rolls out the whole batch and the others receive their share
             (trainers that run as one process a rank; a single controller does it anyway).
-        max_wait_hours: how long ranks wait for the one that rolls out.
 
     Raises:
         BalanceError: AReaL is missing, of another version, or a target has moved; or the adapter is installed with
             other options. Nothing is changed then.
     """
     cost_model = resolve_cost(cost, model=model, ep_size=ep_size)
-    options = ArealOptions(cost_model=cost_model, single_rank_load=single_rank_load, max_wait_hours=max_wait_hours)
+    options = ArealOptions(cost_model, single_rank_load)
     return installation.install(options, lambda: _hooks(options))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_balance.adapters.kit import even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
@@ -142,7 +142,7 @@ def _cut(batch: Mapping[str, Any], sequences: slice, length: int) -> Batch:
 
 
 def _join(batches: Sequence[Mapping[str, Any]]) -> Batch:
-    """One batch of all their sequences, in order, padded with 0 at the end of every axis but the first."""
+    """One batch of all their sequences, in order, padded with 0 to the longest."""
     first = batches[0]
     for index, batch in enumerate(batches):
         if batch.keys() != first.keys():
@@ -153,24 +153,10 @@ def _join(batches: Sequence[Mapping[str, Any]]) -> Batch:
     for name, value in first.items():
         values = [batch[name] for batch in batches]
         if isinstance(value, Tensor) and value.dim():
-            joined[name] = _padded_together(values, name=name)
+            sequences = [sequence for tensor in values for sequence in tensor]
+            joined[name] = pad_sequence(sequences, batch_first=True) if value.dim() > 1 else torch.stack(sequences)
         elif isinstance(value, list):
             joined[name] = [entry for entries in values for entry in entries]
         else:
             joined[name] = value
     return joined
-
-
-def _padded_together(tensors: Sequence[Tensor], *, name: str) -> Tensor:
-    """`[num_sequences_i, *axes_i]` → `[sum of num_sequences_i, *largest axes]`."""
-    num_axes = {tensor.dim() for tensor in tensors}
-    if len(num_axes) != 1:
-        raise BalanceError(f"{name!r} has {sorted(num_axes)} axes in different batches: it must have the same in all.")
-    largest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    padded: list[Tensor] = []
-    for tensor in tensors:
-        missing = [size - present for size, present in zip(largest, tensor.shape[1:], strict=True)]
-        # functional.pad counts axes from the last one.
-        widths = [width for size in reversed(missing) for width in (0, size)]
-        padded.append(functional.pad(tensor, widths) if any(missing) else tensor)
-    return torch.cat(padded)

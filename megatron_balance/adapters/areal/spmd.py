@@ -1,12 +1,11 @@
 """Hooks of AReaL's trainers with one process a rank: the redistribution among ranks, and `single_rank_load`.
 
-Only data-parallel heads roll out and redistribute; the other ranks of a replica wait for them in a barrier. Each head
-pickles its trajectories, as AReaL does; lengths, keys and problems of all are gathered; every head makes the same plan;
-one exchange moves the bytes. Heads may have different numbers of trajectories, and none at all.
+Only data-parallel heads roll out and redistribute; the other ranks of a replica wait for them in a barrier. As in AReaL
+every head gets the trajectories of all and keeps its share; here heads may have different numbers, and none at all.
 
 With `single_rank_load` the first data-parallel rank has the whole data loader, all of `consumer_batch_size` and
 `max_concurrent_rollouts`; the redistribution divides its trajectories. A rollout may take longer than the time-out of a
-process group, so ranks wait for it in another, over gloo, whose time-out is an option.
+process group, so ranks wait for it in another, over gloo, for a week.
 
 Invariants: every trajectory goes to one rank, with equal bits; whatever error one rank has, every rank raises one that
 quotes it; evaluation stays on every rank, and nothing changes on one data-parallel rank.
@@ -17,13 +16,12 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,18 +29,16 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_balance.adapters.areal.batches import Batch, divide, sequence_lengths, trimmed
 from megatron_balance.adapters.kit import Function, Hook
-from megatron_balance.adapters.kit.ranks import move_samples, moving_sample
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import gather_lengths
-from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
 
 if TYPE_CHECKING:
     from megatron_balance.adapters.areal import ArealOptions
 
 Outcome = TypeVar("Outcome")
 
-MAX_WAIT_HOURS = 168.0
+MAX_WAIT = timedelta(weeks=1)
 """Longer than any rollout; a rank that dies ends the wait at once, since its connection breaks."""
 
 _COORDINATOR = "areal.infra.dist_rollout:DistRolloutCoordinator"
@@ -66,7 +62,7 @@ def spmd_hooks(options: ArealOptions) -> list[Hook]:
             "areal.infra.dist_rollout:redistribute_trajectories",
             "trajectories group packing_algorithm",
             lambda options, _: functools.partial(redistribute, options),
-            "balances by our cost, moves each trajectory once, accepts any number of trajectories a rank",
+            "balances by our cost, accepts any number of trajectories a rank",
         ),
         row(
             f"{_COORDINATOR}._broadcast_and_redistribute_trajectories",
@@ -106,7 +102,7 @@ def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
     """The outcome, once every rank of the group has one; a BalanceError on all of them where one has failed."""
     problem = outcome.text if isinstance(outcome, Failure) else None
     try:
-        gather_lengths([], group=group, error=problem)
+        gather_lengths([], group=group, error=problem, device=buffer_device(group))
     except BalanceError as error:
         raise error from (outcome.error if isinstance(outcome, Failure) else None)
     assert not isinstance(outcome, Failure), "a problem raises"
@@ -119,40 +115,29 @@ def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
 def redistribute(
     options: ArealOptions, trajectories: Any, group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
 ) -> Any:
-    """The trajectories of all heads balanced, as AReaL's RedistributedData; the planner replaces `packing_algorithm`.
-
-    Nothing in AReaL reads what other ranks have, and it takes as much memory as the trajectories of all ranks: those
-    are None in `all_data`.
-    """
+    """The trajectories of all heads balanced, as AReaL's RedistributedData; `packing_algorithm` is not asked."""
     from areal.infra.dist_rollout import RedistributedData
 
     if isinstance(trajectories, RedistributedData):
         return trajectories  # of `_raised_on_all`
     group = group_or_world(group)
+    content = _agreed(attempt(_pickled, trajectories), group=group)
+    contents: list[Any] = [None] * group.size()
+    dist.all_gather_object(contents, content, group=group)
+    # From here on all ranks know the same, so an error raises on every one. Bytes are of ranks of this run.
+    all_data = [trajectory for content in contents for trajectory in pickle.loads(content)]  # noqa: S301
+    lengths = [sequence_lengths(trajectory) for trajectory in all_data]
+    parts = divide(lengths, dp_size=group.size(), cost_model=options.cost_model, equal_count=False)
     device = buffer_device(group)
-    packed = attempt(_pack, trajectories, device)
-    samples, lengths, schema = ([], [], None) if isinstance(packed, Failure) else packed
-    gathered = gather_lengths(
-        [length for sequences in lengths for length in sequences],
-        num_segments=[len(sequences) for sequences in lengths],
-        ragged_lengths=[sample.ragged_lengths for sample in samples],
-        group=group,
-        schema=schema,
-        error=packed.text if isinstance(packed, Failure) else None,
-        device=device,
-    )
-    # From here on all ranks know the same, so an error raises on every one.
-    all_lengths = gathered.segments_of(np.arange(gathered.lengths.size))
-    parts = divide(all_lengths, dp_size=group.size(), cost_model=options.cost_model, equal_count=False)
-    ranks = np.zeros(len(all_lengths), dtype=np.int64)
-    for rank, part in enumerate(parts):
-        ranks[part] = rank
-    arrived = move_samples(samples, ranks=ranks, gathered=gathered, group=group, schema=_MOVING, device=device)
-    data = [_unpickled(sample) for sample in arrived]
-    all_data: list[Batch | None] = [None] * len(all_lengths)
-    for index, trajectory in zip(parts[group.rank()], data, strict=True):
-        all_data[index] = trajectory
+    data = [tree_map_only(Tensor, lambda tensor: tensor.to(device), all_data[index]) for index in parts[group.rank()]]
     return RedistributedData(all_data=all_data, data=data, rank=group.rank(), group_indices=parts)
+
+
+def _pickled(trajectories: Sequence[Batch]) -> bytes:
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu().clone()  # pickle would save all of the storage that a tensor is a part of
+
+    return pickle.dumps([tree_map_only(Tensor, copied, trimmed(trajectory)) for trajectory in trajectories])
 
 
 def _raised_on_all(options: ArealOptions, method: Function) -> Function:
@@ -166,42 +151,10 @@ def _raised_on_all(options: ArealOptions, method: Function) -> Function:
     return wrapper
 
 
-def _pack(
-    trajectories: Sequence[Batch], device: torch.device | str
-) -> tuple[list[Sample], list[list[int]], SampleSchema | None]:
-    """Trajectories as samples that can move, the lengths of their sequences, and what all of them must share."""
-    lengths = [sequence_lengths(trajectory) for trajectory in trajectories]
-    schema = SampleSchema.shared_by(map(_schema_of, trajectories))
-    return [_pickled(trajectory, device=device) for trajectory in trajectories], lengths, schema
-
-
-def _pickled(trajectory: Batch, *, device: torch.device | str) -> Sample:
-    # A copy: pickle would save all of the storage that a tensor is a part of.
-    content = pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), trimmed(trajectory)))
-    return moving_sample({"(bytes)": torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)})
-
-
-def _unpickled(sample: Sample) -> Batch:
-    content = sample.ragged["(bytes)"]
-    # Of a rank of this run, whose objects AReaL unpickles as well (all_gather_object).
-    trajectory = pickle.loads(content.cpu().numpy().tobytes())  # noqa: S301
-    return tree_map_only(Tensor, lambda tensor: tensor.to(content.device), trajectory)
-
-
-_MOVING = SampleSchema.of(moving_sample({"(bytes)": torch.empty(0, dtype=torch.uint8)}))
-
-
-def _schema_of(trajectory: Mapping[str, Any]) -> SampleSchema:
-    """What all trajectories must share to be padded together later: keys and dtypes."""
-    dtypes = {name: value.dtype for name, value in trajectory.items() if isinstance(value, Tensor)}
-    keys = [KeySpec(name, dtype=dtypes.get(name, torch.uint8), kind="per_sample") for name in trajectory]
-    return SampleSchema((*keys, *(key for key in _MOVING.keys if key.kind == "ragged")))
-
-
 # single_rank_load ----------------------------------------------------------------------------------------------------
 
 
-def _rolled_out_by_one(options: ArealOptions, method: Function) -> Function:
+def _rolled_out_by_one(_: ArealOptions, method: Function) -> Function:
     name = method.__name__
 
     @functools.wraps(method)
@@ -210,8 +163,7 @@ def _rolled_out_by_one(options: ArealOptions, method: Function) -> Function:
         if engine.data_parallel_world_size == 1:
             return method(self, *args, **kwargs)
         if not hasattr(self, "_balance_waiting_group"):
-            timeout = timedelta(hours=options.max_wait_hours)
-            self._balance_waiting_group = dist.new_group(backend="gloo", timeout=timeout)
+            self._balance_waiting_group = dist.new_group(backend="gloo", timeout=MAX_WAIT)
         waiting_group: Any = self._balance_waiting_group
         wait = functools.partial(_agreed, group=waiting_group)
         if not engine.is_data_parallel_head():

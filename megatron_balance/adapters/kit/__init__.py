@@ -2,7 +2,7 @@
 
 `Installation` installs a checked table of hooks once and undoes it; `launch` runs an unedited script with it in place.
 `split_rollout` and `even_parts` plan the steps of a rollout batch and samples on ranks. `kit.ranks`, which needs torch,
-packs samples alike on all ranks and moves them. docs/write-an-adapter.md has one to copy. Provisional.
+packs samples alike on all ranks. docs/write-an-adapter.md has an adapter to copy. Provisional.
 """
 
 from megatron_balance.adapters.kit.plans import even_parts, sample_costs, split_rollout

@@ -1,13 +1,12 @@
-"""Samples of several ranks: packed into equally many micro-batches, and moved by the package's exchange.
+"""Samples of several ranks, packed into equally many micro-batches.
 
 Needs torch, which an adapter may be imported without.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from megatron_balance.adapters.kit.plans import Ints, even_parts, sample_costs
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import build_data_schedule, organ_pipe_order
-from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.gather import GatheredLengths, Header, gather_lengths
-from megatron_balance.samples.sample import KeySpec, Sample, SampleSchema
+from megatron_balance.runtime.gather import Header, gather_lengths
+from megatron_balance.samples.sample import KeySpec, SampleSchema
 from megatron_balance.topology import Limits, Topology
 
 _COUNTS = SampleSchema((KeySpec("micro-batches", dtype=torch.int64),))
@@ -107,35 +105,4 @@ def _pack(
         f"{tokens.size} samples (or groups of them) for {min_count} micro-batches under {flag} {max_tokens}, a "
         f"multiple of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or raise "
         f"{flag}."
-    )
-
-
-def move_samples(
-    samples: Sequence[Sample],
-    *,
-    ranks: Ints,
-    gathered: GatheredLengths,
-    group: dist.ProcessGroup,
-    schema: SampleSchema | None = None,
-    device: torch.device | str = "cpu",
-) -> list[Sample]:
-    """The samples that this rank gets, ascending, after every rank of the group has called it with its own.
-
-    `samples` are made by `moving_sample`; `ranks` has the rank of each sample of all ranks; `gathered` is of
-    `gather_lengths` with the samples' ragged keys, whatever its lengths mean, and `schema` that of the samples where it
-    was not gathered.
-    """
-    units = np.ones_like(gathered.home_ranks)
-    schema = schema or gathered.schema
-    counted = dataclasses.replace(gathered, lengths=units, segment_lengths=units, num_segments=units, schema=schema)
-    return [*reroute_samples(samples, destinations=ranks, gathered=counted, group=group, device=device).values()]
-
-
-def moving_sample(
-    ragged: Mapping[str, torch.Tensor], *, per_sample: Mapping[str, torch.Tensor] | None = None
-) -> Sample:
-    """A sample that can move: entries of each key in `ragged`, and what every sample has one of."""
-    device = next(iter(ragged.values())).device
-    return Sample(
-        {"sample": torch.zeros(1, dtype=torch.uint8, device=device)}, per_sample=per_sample or {}, ragged=ragged
     )

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from megatron_balance.adapters.kit import even_parts
-from megatron_balance.adapters.kit.ranks import move_samples, moving_sample
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
 from megatron_balance.samples.sample import Sample, SampleSchema
 
@@ -124,13 +124,14 @@ def finish_shuffle(
 ) -> Any:
     """The second half: waits for the plan and moves the samples; the ranks are those of the first half."""
     device, ranks = batch.features.values().device, handle.plan.result()
-    return _join(
-        batch, move_samples(handle.samples, ranks=ranks, gathered=handle.gathered, group=handle.group, device=device)
-    )
+    units = np.ones_like(ranks)  # whatever its workload, a sample moves as one token
+    counted = dataclasses.replace(handle.gathered, lengths=units, segment_lengths=units, num_segments=units)
+    moved = reroute_samples(handle.samples, destinations=ranks, gathered=counted, group=handle.group, device=device)
+    return _join(batch, [*moved.values()])
 
 
 def make_shuffler_class(base: type) -> type:
-    """The class that is registered as "megatron_balance"; `base` is upstream's, hooked or not."""
+    """The class that is registered as "megatron_balance"; `base` is upstream's, hooked."""
 
     class MegatronBalanceShuffler(base):
         """Balances by the FLOPs of a layer.
@@ -164,8 +165,6 @@ def make_shuffler_class(base: type) -> type:
             lengths = batch.features[name].lengths()
             return workloads(lengths, cost_model=self.cost_model, tokens_per_entry=1 + self.action_interleaved)
 
-    for method in (shuffle, start_shuffle_async, finish_shuffle):
-        setattr(MegatronBalanceShuffler, method.__name__, method)
     return MegatronBalanceShuffler
 
 
@@ -260,10 +259,12 @@ def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
             pieces = tensor.split(entries)
             for index, key in enumerate(keys):
                 ragged[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
+    token = torch.zeros(1, dtype=torch.uint8, device=batch.features.values().device)
     return [
-        moving_sample(
-            {name: pieces[sample] for name, pieces in ragged.items()},
+        Sample(
+            {"sample": token},
             per_sample={name: pieces[sample] for name, pieces in dense.items()},
+            ragged={name: pieces[sample] for name, pieces in ragged.items()},
         )
         for sample in range(size)
     ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+from verl.protocol import DataProto
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
@@ -72,13 +72,13 @@ def table() -> tuple[Hook, ...]:
         row(
             f"{RAY_TRAINER}:RayPPOTrainer._balance_batch",
             "self batch metrics logging_prefix keep_minibatch",
-            _balance_rows,
+            _balance_batch,
             "it sorts rows over mini-batches, which it counts in prompts",
         ),
         row(
             f"{V1_TRAINER}:PPOTrainer._balance_batch",
             "self batch metrics logging_prefix keep_minibatch",
-            _balance_keys,
+            _balance_batch,
             "it does not look at keep_minibatch",
         ),
     )
@@ -141,7 +141,7 @@ def _rearrange_micro_batches(
     return [select_rows(batch, np.array(rows, dtype=np.int64)) for rows in slots], slots
 
 
-def _balance_rows(
+def _balance_batch(
     stock: Function,
     cost_model: CostModel,
     trainer: Any,
@@ -150,45 +150,25 @@ def _balance_rows(
     logging_prefix: str = "global_seqlen",
     keep_minibatch: bool = False,
 ) -> Any:
-    """Orders the rows of a DataProto in place."""
+    """Orders in place the rows of a DataProto, or the keys of a TransferQueue, padded first as verl does."""
     if getattr(trainer, "use_prefix_grouper", False):
         return stock(trainer, batch, metrics, logging_prefix, keep_minibatch)
-    lengths = row_lengths(batch)
+    num_ranks, has_rows = _dp_size(trainer), isinstance(batch, DataProto)
+    if not has_rows:
+        from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+
+        multiple = trainer._get_required_batch_multiple(num_ranks)
+        batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
+    lengths = row_lengths(batch) if has_rows else np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
     if lengths is None:
         raise BalanceError("a batch is balanced by its attention_mask: it has none.")
-    batch.reorder(torch.from_numpy(_order(lengths, trainer, cost_model, metrics, logging_prefix)))
-    return batch
-
-
-def _balance_keys(
-    stock: Function,
-    cost_model: CostModel,
-    trainer: Any,
-    batch: Any,
-    metrics: dict[str, Any],
-    logging_prefix: str = "global_seqlen",
-    keep_minibatch: bool = False,
-) -> Any:
-    """Orders the keys of a TransferQueue, padded first as verl does, in place."""
-    from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-
-    multiple = trainer._get_required_batch_multiple(_dp_size(trainer))
-    batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
-    lengths = np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
-    batch.reorder(_order(lengths, trainer, cost_model, metrics, logging_prefix).tolist())
-    return batch
-
-
-def _order(
-    lengths: NDArray[np.int64], trainer: Any, cost_model: CostModel, metrics: dict[str, Any], prefix: str
-) -> NDArray[np.int64]:
-    """The order of the rows of a rollout batch, whose balance it adds to the metrics in tokens, as verl does."""
-    num_ranks = _dp_size(trainer)
     minibatch_rows = _minibatch_rows(trainer, num_ranks=num_ranks)
     ranks = order_rows(lengths, num_ranks=num_ranks, cost_model=cost_model, minibatch_rows=minibatch_rows)
     parts = [rows.tolist() for rows in ranks]
-    metrics.update(log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=parts, prefix=prefix))
-    return np.concatenate(ranks)
+    metrics.update(log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=parts, prefix=logging_prefix))
+    order = np.concatenate(ranks)
+    batch.reorder(torch.from_numpy(order) if has_rows else order.tolist())
+    return batch
 
 
 def _minibatch_rows(trainer: Any, *, num_ranks: int) -> int:

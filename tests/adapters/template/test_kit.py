@@ -1,4 +1,4 @@
-"""The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank, moving samples."""
+"""The adapter kit: steps of a rollout batch, even parts, micro-batches packed alike on every rank."""
 
 import ast
 import importlib
@@ -11,18 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from gloo_ranks import run_ranks
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_balance import BalanceError, CostModel
 from megatron_balance.adapters import kit
 from megatron_balance.adapters.kit import Hook, Installation, even_parts, split_rollout
-from megatron_balance.adapters.kit.ranks import agreed_microbatches, move_samples, moving_sample
-from megatron_balance.runtime.gather import gather_lengths
-from megatron_balance.samples.sample import SampleSchema
+from megatron_balance.adapters.kit.ranks import agreed_microbatches
 
 COST = CostModel(linear=24576, quadratic=1)
 
@@ -96,39 +91,6 @@ def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, min_
     assert all(slot[::2] == [sample - 1 for sample in slot[1::2]] for slot in slots)
     assert len(slots) % multiple == 0
     assert len(slots) >= min_slots
-
-
-HOME_RANKS, RANKS = np.array([0, 0, 0, 1, 1, 2]), np.array([2, 0, 1, 2, 2, 0])
-NUM_PAIRS = [3, 0, 2, 1, 4, 2]
-
-
-def exchange():
-    """Rows of pairs of numbers and of three flags: what this rank gets of them."""
-    local = np.flatnonzero(dist.get_rank() == HOME_RANKS).tolist()
-    samples = [
-        moving_sample(
-            {"pairs": torch.full((NUM_PAIRS[sample], 2), 7 * sample, dtype=torch.int16)},
-            per_sample={"flags": torch.tensor([sample % 2 > 0, sample > 2, True])},
-        )
-        for sample in local
-    ]
-    gathered = gather_lengths(
-        [100 * sample for sample in local],
-        ragged_lengths=[sample.ragged_lengths for sample in samples],
-        schema=SampleSchema.of(samples[0]),
-        group=dist.group.WORLD,
-    )
-    moved = move_samples(samples, ranks=RANKS, gathered=gathered, group=dist.group.WORLD)
-    return [(sample.ragged["pairs"].tolist(), sample.per_sample["flags"].tolist()) for sample in moved]
-
-
-def test_samples_of_every_shape_arrive_once_in_order():
-    """R31: what moves the samples of recsys-examples, which CI also does on the real torchrec."""
-    for rank, moved in enumerate(run_ranks(3, "test_kit:exchange")):
-        coming = np.flatnonzero(rank == RANKS).tolist()
-        assert moved == [
-            ([[7 * sample] * 2] * NUM_PAIRS[sample], [sample % 2 > 0, sample > 2, True]) for sample in coming
-        ]
 
 
 def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(monkeypatch):

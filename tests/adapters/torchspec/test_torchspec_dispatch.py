@@ -64,7 +64,6 @@ def test_it_waits_for_the_window_while_prompts_are_to_come(host):
         assert not controller.try_dispatch_batch()
         controller.push_inference_results([result])
     assert controller.try_dispatch_batch()
-    assert controller.get_status()["balance_held_calls"] == 13  # with 4 to 15 samples in the pool, with 4 twice
 
 
 def test_none_leaves_later_than_the_bound(host):
