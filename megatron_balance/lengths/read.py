@@ -1,7 +1,7 @@
 """Reads sample lengths from a file, block by block, and no further than asked: a file may be larger than memory.
 
-Every reader yields blocks of raw values, in the order of training, with the place that each came from; a check then
-turns them into int64, so that a wrong value is named by file, line and value in every format.
+Every reader yields blocks of raw values, in the order of training; a check then turns them into int64, so that a wrong
+value is named by file, row and value in every format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +40,8 @@ _BLOCK = 2**16
 Progress = Callable[[int], None]
 """Told how many rows are read."""
 
-
-class _Block(NamedTuple):
-    """Raw values of neighbouring rows, the place of the i-th row, and the number of values of each; None for 1."""
-
-    values: NDArray[Any] | Sequence[object]
-    place: Callable[[int], str]
-    counts: Sequence[int] | None = None
+_Block = tuple[NDArray[Any] | Sequence[object], Sequence[int] | None]
+"""Raw values of neighbouring rows, and the number of values of each row; None for 1."""
 
 
 def read_lengths(
@@ -63,9 +58,9 @@ def read_rows(
 
     Args:
         path: an `.npy` array; an `.npz` archive; `.jsonl` with a line for each row: a number, an object, or a list of
-            the lengths packed into it; `.txt` with one number a line; each of these but `.npz` also with `.gz`;
-            `.parquet` (needs pyarrow); the `.idx` of a Megatron data set, or its path without suffix, whose sequences
-            are the documents of GPTDataset; `-`, the lines of the standard input.
+            the lengths packed into it; `.txt` with one number a line; both texts also with `.gz`; `.parquet` (needs
+            pyarrow); the `.idx` of a Megatron data set, or its path without suffix, whose sequences are the documents
+            of GPTDataset; `-`, the lines of the standard input.
         key: array, column or JSON field that holds the lengths, or lists of tokens that are counted. Without it
             `length`, `num_tokens` or `input_ids` is taken, or the only array or column there is.
         limit: rows to read; None for all of them, at most `MAX_LENGTHS`.
@@ -77,28 +72,28 @@ def read_rows(
     file = Path(path)
     if not file.suffix and (index := file.with_name(f"{file.name}.idx")).is_file():
         file = index
-    is_gzip = file.suffix.lower() == ".gz"
-    suffix = ".jsonl" if str(file) == "-" else Path(file.stem if is_gzip else file.name).suffix.lower()
-    if suffix not in _READERS or (is_gzip and suffix in _SEEKING):
-        raise BalanceError(f"{file}: unknown suffix {file.suffix!r}; use one of {', '.join(_READERS)}.")
-    if key is not None and suffix in (".npy", ".txt", ".idx"):
+    name = str(file).lower()
+    suffix = ".txt" if name == "-" else "".join(Path(name).suffixes[-2 if name.endswith(".gz") else -1 :])
+    reader = _READERS.get(suffix)
+    if reader is None:
+        raise BalanceError(f"{file}: unknown suffix {suffix!r}; use one of {', '.join(_READERS)}.")
+    if key is not None and suffix in (".npy", ".idx"):
         raise BalanceError(f"{file} holds lengths without names: leave out --key {key}.")
-    reader, description = _READERS[suffix]
     try:
-        if str(file) == "-":
-            return _collect(file, reader(file, sys.stdin.buffer, key), limit=limit, progress=progress)
-        with gzip.open(file) if is_gzip else file.open("rb") as stream:
-            return _collect(file, reader(file, cast("BinaryIO", stream), key), limit=limit, progress=progress)
+        return _collect(file, reader(file, key), limit=limit, progress=progress)
     except BalanceError:  # a ValueError that says enough
         raise
-    except (gzip.BadGzipFile, zipfile.BadZipFile, *_WRONG_CONTENT) as error:
-        raise BalanceError(f"{file} is not {description}: {error}") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise BalanceError(f"{file} cannot be read: {reason}; give a file of lengths, or synthetic:NAME.") from error
+    except _UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BalanceError(
+            f"{file} cannot be read as {suffix}: {reason}; give a file of lengths, or synthetic:NAME."
+        ) from error
 
 
-_WRONG_CONTENT = (ValueError, LookupError, EOFError, MemoryError, RuntimeError, SyntaxError, zlib.error, struct.error)
+_UNREADABLE = (
+    *(ValueError, LookupError, EOFError, MemoryError, RuntimeError, SyntaxError, OSError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 
 
 def _collect(file: Path, blocks: Iterator[_Block], *, limit: int | None, progress: Progress | None) -> Rows:
@@ -106,11 +101,20 @@ def _collect(file: Path, blocks: Iterator[_Block], *, limit: int | None, progres
     parts: list[NDArray[np.int64]] = []
     counts: list[NDArray[np.int64]] = []
     num_rows = 0
-    for block in blocks:
-        values = _checked(file, block)
-        block_counts = np.ones(len(values), np.int64) if block.counts is None else np.array(block.counts, np.int64)
-        counts.append(block_counts[: None if limit is None else limit - num_rows])
-        parts.append(values[: counts[-1].sum()])
+    for raw, values_of_rows in blocks:
+        row_counts = np.array(values_of_rows or np.ones(len(raw)), np.int64)
+        values = raw if isinstance(raw, np.ndarray) else np.array([_number(value) for value in raw])
+        # Written so that NaN is wrong as well.
+        wrong = ~((values >= 0) & (values <= MAX_LENGTH) & (values == np.floor(values)))
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            row = num_rows + 1 + int(np.searchsorted(np.cumsum(row_counts), index, "right"))
+            raise BalanceError(
+                f"{file}, row {row} is {str(raw[index])[:80]}: a length is a whole number of tokens, from 0 to "
+                f"{MAX_LENGTH}. Correct it or leave the sample out."
+            )
+        counts.append(row_counts[: None if limit is None else limit - num_rows])
+        parts.append(values[: counts[-1].sum()].astype(np.int64))
         num_rows += counts[-1].size
         if max(num_rows, parts[-1].size) > MAX_LENGTHS:
             raise BalanceError(f"{file} holds more than {MAX_LENGTHS} lengths: leave out --shuffle, or give a part.")
@@ -123,36 +127,10 @@ def _collect(file: Path, blocks: Iterator[_Block], *, limit: int | None, progres
     return Rows(np.concatenate(parts), np.concatenate(counts))
 
 
-def _checked(file: Path, block: _Block) -> NDArray[np.int64]:
-    """Raw values as int64; a BalanceError names the first that is not a length."""
-    raw = block.values
-    if isinstance(raw, np.ndarray):
-        values = raw
-    elif set(map(type, raw)) <= {int}:
-        values = np.array(raw, dtype=None if raw else np.int64)
-    else:
-        values = np.array([_number(value) for value in raw])
-    if values.dtype.kind == "O":  # integers of more than 64 bits
-        values = values.astype(np.float64)
-    # Written so that NaN fails it as well.
-    wrong = ~((values >= 0) & (values <= MAX_LENGTH))
-    if values.dtype.kind == "f":
-        wrong |= values != np.floor(values)
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        row = index if block.counts is None else int(np.searchsorted(np.cumsum(block.counts), index, "right"))
-        raise BalanceError(
-            f"{file}, {block.place(row)} is {str(raw[index])[:80]}: a length is a whole number of tokens, from 0 to "
-            f"{MAX_LENGTH}. Correct it or leave the sample out."
-        )
-    return values.astype(np.int64)
-
-
 def _number(value: object) -> float:
-    """A value of a text; NaN where it is not a number."""
-    with contextlib.suppress(OverflowError, TypeError, ValueError):
-        return math.nan if isinstance(value, bool) else float(cast("Any", value))
-    return math.nan
+    """A value of a text; NaN where it is no number, or more than arrays hold."""
+    is_number = type(value) in (int, float) and abs(cast("float", value)) < 2**63
+    return cast("float", value) if is_number else math.nan
 
 
 def _choose(names: Sequence[str], *, source: str, key: str | None, kind: str) -> str:
@@ -169,58 +147,55 @@ def _choose(names: Sequence[str], *, source: str, key: str | None, kind: str) ->
     return matches[0]
 
 
-def _read_npy(file: Path, stream: BinaryIO, _: str | None, place: str = "index {}") -> Iterator[_Block]:
-    # By blocks no memory is taken for what the header claims; pickled objects, which can run code, are refused.
-    header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    shape, _order, dtype = header[np.lib.format.read_magic(stream)](stream)
-    if dtype.kind not in "iuf" or len(shape) > 1:
-        raise BalanceError(f"{file} holds {dtype} values of shape {list(shape)}; lengths are integers, [num_samples].")
-    size = math.prod(shape)
-    for first in range(0, size, _BLOCK):
-        count = min(size - first, _BLOCK)
-        values = np.frombuffer(stream.read(count * dtype.itemsize), dtype)
-        if values.size < count:
-            raise ValueError(f"it holds {first + values.size} values, and its header claims {size}")
-        yield _Block(values, lambda index, first=first: place.format(first + index))
+def _read_numpy(file: Path, key: str | None) -> Iterator[_Block]:
+    # An array is mapped: no memory is taken for what its header claims. Objects, which can run code, are refused.
+    content = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(content, np.ndarray):
+        name = _choose(content.files, source=str(file), key=key, kind="array")
+        num_bytes = content.zip.getinfo(f"{name}.npy").file_size
+        if num_bytes > 8 * MAX_LENGTHS + _BLOCK:
+            raise ValueError(f"array {name!r} has {num_bytes} bytes, more than {MAX_LENGTHS} lengths")
+        content = content[name]
+    if content.dtype.kind not in "iuf" or content.ndim > 1:
+        raise ValueError(
+            f"it holds {content.dtype} values of shape {list(content.shape)}, and lengths are integers, [num_samples]"
+        )
+    yield from _blocks(content)
 
 
-def _read_npz(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
-    with zipfile.ZipFile(stream) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        name = _choose(names, source=str(file), key=key, kind="array")
-        with archive.open(f"{name}.npy") as member:
-            yield from _read_npy(file, cast("BinaryIO", member), None, f"array {name!r}, index {{}}")
+def _blocks(values: NDArray[Any]) -> Iterator[_Block]:
+    for first in range(0, values.size, _BLOCK):
+        yield np.array(values.reshape(-1)[first : first + _BLOCK]), None
 
 
-def _lines(stream: BinaryIO) -> Iterator[tuple[int, list[str]]]:
-    """Blocks of lines, each with the number of its first one."""
-    number, tail, at_end = 1, b"", False
+def _lines(stream: BinaryIO) -> Iterator[list[str]]:
+    """Blocks of lines that are not blank, in bounded memory."""
+    tail, encoding, at_end = b"", "utf-8-sig", False
     while not at_end:
         chunk = stream.read(2**20)
         *lines, tail = (tail + chunk).split(b"\n")
         if at_end := not chunk:
             lines = [tail]
         elif len(tail) > MAX_LINE:
-            raise ValueError(f"line {number + len(lines)} has more than {MAX_LINE} bytes")
-        if number > MAX_LENGTHS:
-            raise ValueError(f"it has more than {MAX_LENGTHS} lines")
+            raise ValueError(f"a line has more than {MAX_LINE} bytes")
         if lines:
-            yield number, b"\n".join(lines).decode("utf-8-sig" if number == 1 else "utf-8").split("\n")
-        number += len(lines)
+            yield [text for text in b"\n".join(lines).decode(encoding).split("\n") if text.strip()]
+            encoding = "utf-8"
 
 
-def _read_jsonl(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
-    for number, lines in _lines(stream):
-        numbers = [number + at for at, line in enumerate(lines) if line.strip()]
-        texts = [lines[at - number] for at in numbers]
-        rows: list[object] = []
-        with contextlib.suppress(ValueError, RecursionError):  # at once, which is faster
-            rows = json.loads(f"[{','.join(texts)}]")
-        if len(rows) != len(texts):
-            rows = [_json_of(text, f"{file}, line {at}") for at, text in zip(numbers, texts, strict=True)]
-        lists = [_lengths_of(row, f"{file}, line {at}", key) for at, row in zip(numbers, rows, strict=True)]
-        values = list(chain.from_iterable(lists))
-        yield _Block(values, lambda row, numbers=numbers: f"line {numbers[row]}", list(map(len, lists)))
+def _read_text(file: Path, key: str | None) -> Iterator[_Block]:
+    num_rows, opener = 0, gzip.open if file.suffix.lower() == ".gz" else open
+    with contextlib.nullcontext(sys.stdin.buffer) if str(file) == "-" else opener(file, "rb") as stream:
+        for texts in _lines(cast("BinaryIO", stream)):
+            rows: list[object] = []
+            with contextlib.suppress(ValueError, RecursionError):  # at once, which is faster
+                rows = json.loads(f"[{','.join(texts)}]")
+            first = num_rows + 1
+            if len(rows) != len(texts):
+                rows = [_json_of(text, f"{file}, row {row}") for row, text in enumerate(texts, start=first)]
+            lists = [_lengths_of(value, f"{file}, row {row}", key) for row, value in enumerate(rows, start=first)]
+            yield list(chain.from_iterable(lists)), list(map(len, lists))
+            num_rows += len(rows)
 
 
 def _lengths_of(row: object, source: str, key: str | None) -> list[object]:
@@ -243,50 +218,45 @@ def _json_of(text: str, source: str) -> object:
         raise BalanceError(f"{source} is not JSON: {error}. Write one value a line.") from error
 
 
-def _read_parquet(file: Path, stream: BinaryIO, key: str | None) -> Iterator[_Block]:
+def _read_parquet(file: Path, key: str | None) -> Iterator[_Block]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise BalanceError(f"{file}: reading parquet needs pyarrow; pip install '.[report]' in a clone.") from error
-    with parquet.ParquetFile(stream) as table:
-        schema, first = table.schema_arrow, 0
-        name = _choose(list(schema.names), source=str(file), key=key, kind="column")
-        is_list = hasattr(schema.field(name).type, "value_type") and "list" in str(schema.field(name).type)
-        for batch in table.iter_batches(batch_size=2**10 if is_list else _BLOCK, columns=[name]):
+    with parquet.ParquetFile(file) as table:
+        name = _choose(list(table.schema_arrow.names), source=str(file), key=key, kind="column")
+        for batch in table.iter_batches(batch_size=_BLOCK, columns=[name]):
             column = batch.column(0)
+            is_list = hasattr(column.type, "value_type") and "list" in str(column.type)
             values = (column.value_lengths() if is_list else column).to_numpy(zero_copy_only=False)
             if values.dtype.kind not in "iuf":
-                raise BalanceError(f"{file}, column {name!r} holds {column.type}: lengths are integers.")
-            yield _Block(values, lambda row, first=first: f"column {name!r}, row {first + row}")
-            first += len(values)
+                raise ValueError(f"column {name!r} holds {column.type}, and lengths are integers")
+            yield values, None
 
 
 _IDX_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the tokens' type, number of sequences, number of document bounds."""
 
 
-def _read_idx(file: Path, stream: BinaryIO, _: str | None) -> Iterator[_Block]:
+def _read_idx(file: Path, _: str | None) -> Iterator[_Block]:
     """Tokens of each sequence: int32 behind the header, then int64 places in the `.bin`, and bounds of documents."""
-    header = stream.read(_IDX_HEADER.size)
-    if not header.startswith(b"MMIDIDX\0\0"):
-        raise BalanceError(f"{file} is not the index of a Megatron data set: it does not begin with MMIDIDX.")
-    _, version, _, num_sequences, num_bounds = _IDX_HEADER.unpack(header)
-    if version != 1 or _IDX_HEADER.size + 12 * num_sequences + 8 * num_bounds > file.stat().st_size:
-        raise BalanceError(f"{file} is cut off, or of version {version}: version 1 of Megatron's index is read.")
-    for first in range(0, num_sequences, _BLOCK):
-        tokens = np.frombuffer(stream.read(4 * min(num_sequences - first, _BLOCK)), dtype="<i4")
-        yield _Block(tokens, lambda index, first=first: f"sequence {first + index}")
+    with file.open("rb") as stream:
+        magic, version, _code, num_sequences, num_bounds = _IDX_HEADER.unpack(stream.read(_IDX_HEADER.size))
+    if magic != b"MMIDIDX\0\0" or version != 1:
+        raise ValueError("it does not begin with MMIDIDX, version 1, as the index of a Megatron data set")
+    if _IDX_HEADER.size + 12 * num_sequences + 8 * num_bounds > file.stat().st_size:
+        raise ValueError("it is cut off")
+    yield from _blocks(np.memmap(file, dtype="<i4", mode="r", offset=_IDX_HEADER.size, shape=(num_sequences,)))
 
 
-_READERS: dict[str, tuple[Callable[[Path, BinaryIO, str | None], Iterator[_Block]], str]] = {
-    ".npy": (_read_npy, "an .npy array of integers, as numpy writes it"),
-    ".npz": (_read_npz, "an .npz archive of integers, as numpy writes it"),
-    ".jsonl": (_read_jsonl, "UTF-8 text"),
-    ".txt": (_read_jsonl, "UTF-8 text"),
-    ".parquet": (_read_parquet, "a parquet file"),
-    ".idx": (_read_idx, "an index"),
+_READERS: dict[str, Callable[[Path, str | None], Iterator[_Block]]] = {
+    ".npy": _read_numpy,
+    ".npz": _read_numpy,
+    ".jsonl": _read_text,
+    ".jsonl.gz": _read_text,
+    ".txt": _read_text,
+    ".txt.gz": _read_text,
+    ".parquet": _read_parquet,
+    ".idx": _read_idx,
 }
-"""By suffix the reader, and what it reads."""
-
-_SEEKING = (".npz", ".parquet", ".idx")
-"""Read at several places, so not unpacked from `.gz`."""
+"""By suffix."""

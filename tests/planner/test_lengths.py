@@ -93,8 +93,8 @@ def test_rows_lists_of_tokens_and_packed_files(tmp_path: Path) -> None:
     assert (rows.lengths.tolist(), rows.counts.tolist()) == ([3, 4, 5, 6, 8], [2, 1, 1, 1])
     counted = write(tmp_path / "a.jsonl", '{"tokens": [1, 2]}\n{"tokens": [3]}\n')
     assert read_lengths(counted, key="tokens").tolist() == [2, 1]
-    for name in ("lengths.npy", "lengths.txt", "lengths.jsonl"):
-        file = write(tmp_path / name, CONTENTS[file_suffix := name[7:]])
+    for file_suffix in (".txt", ".jsonl"):
+        file = write(tmp_path / (name := f"lengths{file_suffix}"), CONTENTS[file_suffix])
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(file.read_bytes()))
         assert read_lengths(tmp_path / f"{name}.gz").tolist() == LENGTHS, file_suffix
         assert read_lengths(file, limit=3).tolist() == LENGTHS[:3]
@@ -108,34 +108,34 @@ def test_rows_lists_of_tokens_and_packed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", "512\n-3\n", ["a.txt, line 2", "line 2 is -3:", "from 0 to 2147483647", "leave the sample out"]),
+        ("a.txt", "512\n-3\n", ["a.txt, row 2 is -3:", "from 0 to 2147483647", "leave the sample out"]),
         ("a.csv", "length\n1\n", ["unknown suffix '.csv'"]),
-        ("a.txt", "7\nseven\n", ["line 2 is not JSON", "one value a line"]),
+        ("a.txt", "7\nseven\n", ["row 2 is not JSON", "one value a line"]),
         ("a.txt", f"{MAX_LENGTH + 1}\n", ["is 2147483648:"]),
         ("a.txt", "\n \n", ["a.txt holds no lengths", "at least one sample"]),
-        ("a.txt", b"caf\xe9\n", ["is not UTF-8 text"]),
-        ("a.jsonl", "7\n{broken\n", ["line 2 is not JSON"]),
-        ("a.jsonl", "7\ntrue\n", ["line 2 is True:"]),
-        ("a.jsonl", "7\n[1, true]\n", ["line 2 is True:"]),
-        ("a.jsonl", "[" * 100_000 + "\n", ["line 1 is not JSON"]),
-        ("a.jsonl", "NaN\n", ["line 1 is nan:"]),
-        ("a.jsonl", '{"tokens": 3}\n', ["line 1 has no field 'length' or 'num_tokens' or", "but tokens;", "--key"]),
+        ("a.txt", b"caf\xe9\n", ["cannot be read as .txt: 'utf-8' codec"]),
+        ("a.jsonl", "7\n{broken\n", ["row 2 is not JSON"]),
+        ("a.jsonl", "7\n\ntrue\n", ["row 2 is True:"]),
+        ("a.jsonl", "7\n[1, true]\n", ["row 2 is True:"]),
+        ("a.jsonl", "[" * 100_000 + "\n", ["row 1 is not JSON"]),
+        ("a.jsonl", "NaN\n", ["row 1 is nan:"]),
+        ("a.jsonl", '{"tokens": 3}\n', ["row 1 has no field 'length' or 'num_tokens' or", "but tokens;", "--key"]),
         ("a.dat", "1\n", ["unknown suffix '.dat'", ".npy", ".parquet"]),
-        ("a.npy", "no array", ["is not an .npy array"]),
-        ("a.npy", np.array([3, -1]), ["index 1 is -1:"]),
-        ("a.npy", np.array([3.0, np.nan]), ["index 1 is nan:"]),
-        ("a.npy", np.array([2.5]), ["index 0 is 2.5:"]),
+        ("a.npy", "no array", ["cannot be read as .npy"]),
+        ("a.npy", np.array([3, -1]), ["row 2 is -1:"]),
+        ("a.npy", np.array([3.0, np.nan]), ["row 2 is nan:"]),
+        ("a.npy", np.array([2.5]), ["row 1 is 2.5:"]),
         ("a.npy", np.array([2**63], dtype=np.uint64), ["is 9223372036854775808:"]),
         ("a.npy", np.array([], dtype=np.int64), ["holds no lengths"]),
         ("a.npy", np.ones((2, 3), dtype=np.int64), ["shape [2, 3]"]),
         ("a.npy", np.array(["3"]), ["lengths are integers"]),
-        ("a.npz", "no archive", ["is not an .npz archive"]),
-        ("a.parquet", "no table", ["is not a parquet file"]),
-        ("a.parquet", [3, None], ["row 1 is nan:"]),
-        ("a.idx", b"", ["does not begin with MMIDIDX"]),
+        ("a.npz", "no archive", ["cannot be read as .npz"]),
+        ("a.parquet", "no table", ["cannot be read as .parquet"]),
+        ("a.parquet", [3, None], ["row 2 is nan:"]),
+        ("a.idx", b"no index" * 9, ["does not begin with MMIDIDX"]),
         ("a.idx", index_of([3, 4], [0, 2])[:-1], ["is cut off"]),
-        ("a.idx", index_of([3, 4], [0, 2], version=2), ["of version 2"]),
-        ("a.idx", index_of([3, -4], [0, 2]), ["sequence 1 is -4:"]),
+        ("a.idx", index_of([3, 4], [0, 2], version=2), ["MMIDIDX, version 1"]),
+        ("a.idx", index_of([3, -4], [0, 2]), ["row 2 is -4:"]),
         ("a.idx", index_of([], [0]), ["holds no lengths"]),
         ("a.idx", index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), ["is cut off"]),
     ],
@@ -151,21 +151,18 @@ def test_a_wrong_file_is_named_with_place_value_and_remedy(
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.npy", "a.idx"])
+@pytest.mark.parametrize("name", ["a.npy", "a.idx"])
 def test_a_key_without_names_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BalanceError, match="leave out --key"):
         read_lengths(write(tmp_path / name, "1\n"), key="length")
 
 
 def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
-    with pytest.raises(BalanceError, match=r"none\.npy cannot be read: No such file"):
+    with pytest.raises(BalanceError, match=r"none\.npy cannot be read as \.npy: No such file"):
         read_lengths(tmp_path / "none.npy")
     (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(BalanceError, match=r"folder\.txt cannot be read: Is a directory.*synthetic:NAME"):
+    with pytest.raises(BalanceError, match=r"folder\.txt cannot be read as \.txt: Is a directory.*synthetic:NAME"):
         read_lengths(tmp_path / "folder.txt")
-    archive = write(tmp_path / "b.npz", {"length": np.array([1])})
-    with pytest.raises(BalanceError, match=r"b\.npy is not an \.npy array"):
-        read_lengths(archive.rename(tmp_path / "b.npy"))
 
 
 @pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
