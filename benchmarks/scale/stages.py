@@ -23,7 +23,7 @@ STAGES = {
 }
 """Stage → where its function is looked up."""
 
-_WHOLES = {"all": (StepBuilder, "build"), "reroute": (prepare, "reroute_columns")}
+_WHOLES = {"all": (StepBuilder, "build"), "reroute": (prepare, "reroute_samples")}
 """Stages that hold others."""
 
 

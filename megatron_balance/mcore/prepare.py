@@ -32,7 +32,7 @@ from megatron_balance.mcore.plan_process import PlanProcess
 from megatron_balance.mcore.setup.layout import RankCoords
 from megatron_balance.mcore.setup.settings import Settings, filled_tokens
 from megatron_balance.planner import DataSchedule, Images
-from megatron_balance.runtime.exchange import reroute_columns
+from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import (
     INLINE_LENGTHS,
@@ -202,7 +202,7 @@ class StepBuilder:
         if num_tokens > lengths.sum():  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
         copies, destinations = schedule.copies(cp_rank=self.cp_rank)
-        ids, arrived = reroute_columns(
+        ids, arrived = reroute_samples(
             samples, sample_ids=copies, destinations=destinations, gathered=gathered, group=group
         )
         index = self.cp_rank if topology.dynamic_cp else 0

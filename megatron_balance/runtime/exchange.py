@@ -30,7 +30,7 @@ def reroute_samples(
     group: dist.ProcessGroup,
     sample_ids: Ids | None = None,
     device: Device = "cpu",
-) -> dict[int, Sample]:
+) -> tuple[Ids, Samples]:
     """Send every sample to its destination.
 
     Every rank takes part, with or without samples. One message goes to each rank that gets samples of this one; between
@@ -48,34 +48,13 @@ def reroute_samples(
         device: where samples and buffers live, on all ranks: `cuda` for NCCL.
 
     Returns:
-        Sample id → sample, for this rank's ids in ascending order.
+        The ids of this rank's samples, ascending, and the samples.
 
     Raises:
         BalanceError: samples that are not those whose lengths were gathered (a caller's mistake).
     """
-    destinations = np.asarray(destinations, dtype=np.int64)
+    samples, destinations = Samples.of(samples), np.asarray(destinations, dtype=np.int64)
     sample_ids = np.arange(gathered.lengths.size) if sample_ids is None else sample_ids
-    ids, arrived = reroute_columns(
-        Samples.of(samples),
-        destinations=destinations,
-        gathered=gathered,
-        group=group,
-        sample_ids=sample_ids,
-        device=device,
-    )
-    return dict(zip(ids.tolist(), arrived, strict=True))
-
-
-def reroute_columns(
-    samples: Samples,
-    *,
-    destinations: Ids,
-    gathered: GatheredLengths,
-    group: dist.ProcessGroup,
-    sample_ids: Ids,
-    device: Device = "cpu",
-) -> tuple[Ids, Samples]:
-    """`reroute_samples` in columns: the ids of this rank's samples, ascending, and the samples."""
     rank, homes = group.rank(), gathered.home_ranks[sample_ids]
     at_home = np.flatnonzero(gathered.home_ranks == rank)
     expected = gathered.lengths[at_home], gathered.ragged_lengths[at_home].ravel()

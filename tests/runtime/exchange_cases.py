@@ -100,16 +100,16 @@ def reroute(
     assert gathered.lengths.tolist() == [length for of_rank in lengths for length in of_rank]
     assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
     sample_ids = None if copies is None else np.array(copies)
-    arrived = reroute_samples(
+    ids, samples = reroute_samples(
         mine, sample_ids=sample_ids, destinations=np.array(destinations, int), gathered=gathered, group=group
     )
     sent = zip(copies or range(len(flat)), destinations, strict=True)
-    assert list(arrived) == [sample for sample, to in sent if to == group.rank()]
-    for index, sample in arrived.items():
+    assert ids.tolist() == [sample for sample, to in sent if to == group.rank()]
+    for index, sample in zip(ids.tolist(), samples, strict=True):
         assert checksum(sample) == checksum(flat[index]), f"sample {index}"
         for tensor in (*sample.per_token.values(), *sample.per_sample.values(), *sample.ragged.values()):
             assert not tensor.numel() or tensor.data_ptr() % tensor.dtype.itemsize == 0, "misaligned"
-    return list(arrived)
+    return ids.tolist()
 
 
 def reroute_random(count: int) -> int:

@@ -126,8 +126,8 @@ def finish_shuffle(
     device, ranks = batch.features.values().device, handle.plan.result()
     units = np.ones_like(ranks)  # whatever its workload, a sample moves as one token
     counted = dataclasses.replace(handle.gathered, lengths=units, segment_lengths=units, num_segments=units)
-    moved = reroute_samples(handle.samples, destinations=ranks, gathered=counted, group=handle.group, device=device)
-    return _join(batch, [*moved.values()])
+    _, moved = reroute_samples(handle.samples, destinations=ranks, gathered=counted, group=handle.group, device=device)
+    return _join(batch, [*moved])
 
 
 def make_shuffler_class(base: type) -> type:
