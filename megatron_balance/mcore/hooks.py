@@ -29,6 +29,7 @@ from megatron_balance.hooking import (
 from megatron_balance.mcore import sequence_mixers
 from megatron_balance.mcore.loss_weights import weigh
 from megatron_balance.mcore.microbatch import CpGroups
+from megatron_balance.mcore.microbatch import RunningStep as Step
 from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
 from megatron_balance.mcore.setup.flags import add_balance_args
 from megatron_balance.mcore.setup.rules import Options, holds
@@ -55,21 +56,32 @@ def _run_of_megatron() -> Run | None:
 
 
 def _while_balancing(
-    replacement: Function, *, in_step: bool = False, run: Callable[[], Run | None] = current
+    replacement: Function, *, run: Callable[[], Run | None] = current
 ) -> Callable[[Function], Function]:
-    """A wrapper that takes effect in a balanced run, or in its balanced steps alone; `run` may build it."""
+    """A wrapper that takes effect in a balanced run, which `run` may build: `replacement(run, function, …)`."""
 
     def wrap(function: Function) -> Function:
         @functools.wraps(function)
         def wrapper(*positional: Any, **keywords: Any) -> Any:
             balanced = run()
-            if balanced is None or (in_step and balanced.running is None):
+            if balanced is None:
                 return function(*positional, **keywords)
             return replacement(balanced, function, *positional, **keywords)
 
         return wrapper
 
     return wrap
+
+
+def _in_step(replacement: Function) -> Callable[[Function], Function]:
+    """A wrapper that takes effect while a balanced step runs: `replacement(step, function, …)`."""
+
+    def call_in_step(run: Run, function: Function, *positional: Any, **keywords: Any) -> Any:
+        if run.running is None:
+            return function(*positional, **keywords)
+        return replacement(run.running, function, *positional, **keywords)
+
+    return _while_balancing(call_in_step)
 
 
 def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
@@ -93,70 +105,62 @@ def _evaluate(run: Run, evaluate: Function, *positional: Any, **keywords: Any) -
         return evaluate(*positional, **keywords)
 
 
-def _forward_step(run: Run, forward_step: Function, *positional: Any, **keywords: Any) -> Any:
-    assert run.running is not None, "in a step"
-    return run.running.forward_step(forward_step, *positional, **keywords)
-
-
-def _backward_step(run: Run, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
-    assert run.running is not None, "in a step"
-    with run.running.timed(None):
+def _backward_step(step: Step, backward_step: Function, *positional: Any, **keywords: Any) -> Any:
+    with step.timed(None):
         return backward_step(*positional, **keywords)
 
 
-def _split_by_document(run: Run, split_whole_row: Function, batch: Any, cp_group: Any) -> Any:
+def _split_by_document(step: Step, split_whole_row: Function, batch: Any, cp_group: Any) -> Any:
     from megatron.core import utils
 
     return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
 
 
-def _communicate_shapes(run: Run, communicate: Function, communicator: Any, *messages: Any) -> Any:
-    planned = run.running and run.running.pipeline_shapes
+def _communicate_shapes(step: Step, communicate: Function, communicator: Any, *messages: Any) -> Any:
+    planned = step.pipeline_shapes
     return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
-def _group_of(run: Run, keywords: dict[str, Any]) -> Any:
+def _group_of(step: Step, keywords: dict[str, Any]) -> Any:
     """The context-parallel group of a micro-batch, by its params, where modules were built with another one."""
-    return None if run.cp_groups is None else run.cp_groups.group_of(keywords.get("packed_seq_params"))
+    return None if step.cp_groups is None else step.cp_groups.group_of(keywords.get("packed_seq_params"))
 
 
 def _in_own_group(switch: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> Callable[[Function], Function]:
-    """A module's forward in the context-parallel group of its micro-batch: `switch(run.cp_groups, module, group)`."""
+    """A module's forward in the context-parallel group of its micro-batch: `switch(step.cp_groups, module, group)`."""
 
-    def forward_in_group(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
-        group = _group_of(run, keywords)
-        with contextlib.nullcontext() if group is None else switch(run.cp_groups, module, group):
+    def forward_in_group(step: Step, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
+        group = _group_of(step, keywords)
+        with contextlib.nullcontext() if group is None else switch(step.cp_groups, module, group):
             return forward(module, *positional, **keywords)
 
-    return _while_balancing(forward_in_group)
+    return _in_step(forward_in_group)
 
 
-def _latent_tensors(run: Run, get: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
+def _latent_tensors(step: Step, get: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
     """They assert that params name no size; the module reads the group of the micro-batch by now."""
     call = inspect.signature(get).bind(attention, *positional, **keywords)
     params = call.arguments.get("packed_seq_params")
-    with (
-        contextlib.nullcontext()
-        if run.cp_groups is None or params is None
-        else patched_attrs(params, local_cp_size=None)
-    ):
+    with contextlib.nullcontext() if params is None else patched_attrs(params, local_cp_size=None):
         return get(*call.args, **call.kwargs)
 
 
-def _mixer_forward(run: Run, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
-    group = _group_of(run, keywords)
+def _mixer_forward(step: Step, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
+    group = _group_of(step, keywords)
     with contextlib.nullcontext() if group is None else sequence_mixers.mamba(mixer, group):
         sequence_mixers.check_sequence_bounds(mixer, states, keywords.get("packed_seq_params"))
         return forward(mixer, states, *positional, **keywords)
 
 
-def _apply_expert_bias(run: Run, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
+def _apply_expert_bias(step: Step, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     if padding_mask is not None:
         routing_map = routing_map & ~padding_mask.reshape(-1, 1)
     return apply(router, routing_map)
 
 
-def _count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask: bool = False, **keywords: Any) -> Any:
+def _count_tokens(
+    step: Step, count: Function, *positional: Any, with_padding_mask: bool = False, **keywords: Any
+) -> Any:
     """Count at least one token, and on every rank of `reduce_group` their mean: so parts of a loss weigh the same."""
     per_expert, local, total = count(*positional, with_padding_mask=with_padding_mask, **keywords)
     if not with_padding_mask:
@@ -166,37 +170,37 @@ def _count_tokens(run: Run, count: Function, *positional: Any, with_padding_mask
     return per_expert, total / keywords["reduce_group"].size(), total
 
 
-def _get_embeddings(run: Run, get: Function, *positional: Any, padding_mask: Any = None, **keywords: Any) -> Any:
+def _get_embeddings(step: Step, get: Function, *positional: Any, padding_mask: Any = None, **keywords: Any) -> Any:
     if padding_mask is None:
         return get(*positional, **keywords)
     input_ids, position_ids, _, *embeddings = get(*positional, **keywords)
     return input_ids, position_ids, padding_mask, *embeddings
 
 
-def _build_schedule_plan(run: Run, build: Function, model: Any, *positional: Any, **keywords: Any) -> Any:
-    return build(model, *positional, **{"packed_seq_params": run.running and run.running.packed_params, **keywords})
+def _build_schedule_plan(step: Step, build: Function, model: Any, *positional: Any, **keywords: Any) -> Any:
+    return build(model, *positional, **{"packed_seq_params": step.packed_params, **keywords})
 
 
-def _prediction_losses(run: Run, process: Function, *positional: Any, **keywords: Any) -> Any:
+def _prediction_losses(step: Step, process: Function, *positional: Any, **keywords: Any) -> Any:
     """Weigh the losses of multi-token prediction as those of the next token, in the group of their micro-batch."""
-    if run.running is not None and (weights := run.running.token_weights) is not None:
+    if (weights := step.token_weights) is not None:
         losses_of = keywords["compute_language_model_loss"]
         keywords["compute_language_model_loss"] = lambda *inputs: weigh(losses_of(*inputs), weights())
-    group = _group_of(run, keywords)
+    group = _group_of(step, keywords)
     return process(*positional, **keywords if group is None else keywords | {"cp_group": group})
 
 
-def _save_prediction_loss(run: Run, save: Function, loss: Any, *positional: Any, **keywords: Any) -> Any:
-    return save(loss if run.cp_groups is None else loss * run.cp_groups.mean_weight, *positional, **keywords)
+def _save_prediction_loss(step: Step, save: Function, loss: Any, *positional: Any, **keywords: Any) -> Any:
+    return save(loss if step.cp_groups is None else loss * step.cp_groups.mean_weight, *positional, **keywords)
 
 
-def _whole_angles(run: Run, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
+def _whole_angles(step: Step, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
     """Angles of all tokens of a micro-batch: attention takes those of each sequence's chunks."""
-    if run.cp_groups is None or run.running is None:
+    if step.cp_groups is None:
         return forward(module, *positional, **keywords)
     call = inspect.signature(forward).bind(module, *positional, **keywords)
     call.arguments["cp_group"] = None  # the module's own, which is of one rank
-    if (length := call.arguments["position_ids"].shape[-1]) != (num_tokens := run.running.num_tokens):
+    if (length := call.arguments["position_ids"].shape[-1]) != (num_tokens := step.num_tokens):
         raise BalanceError(
             f"position_ids has {length} positions for a micro-batch of {num_tokens} tokens: its sequences "
             "are split one by one, so give the model the positions of the whole micro-batch, or set "
@@ -220,9 +224,9 @@ def _log_prediction_losses(run: Run, log: Function, *positional: Any, **keywords
     return log(*positional, **keywords) if divides_by_tokens else _log_losses(run, log, *positional, **keywords)
 
 
-def _record(run: Run, record: Function, tracker: Any, name: str, value: Any, *positional: Any, **groups: Any) -> Any:
-    if run.cp_groups is not None:
-        value, groups = run.cp_groups.logged_loss(value, groups)
+def _record(step: Step, record: Function, tracker: Any, name: str, value: Any, *positional: Any, **groups: Any) -> Any:
+    if step.cp_groups is not None:
+        value, groups = step.cp_groups.logged_loss(value, groups)
     return record(tracker, name, value, *positional, **groups)
 
 
@@ -258,14 +262,14 @@ HOOKS = (
     Hook(
         target="megatron.core.pipeline_parallel.schedules:forward_step",
         parameters=("forward_step_func", "data_iterator", "model", "current_microbatch"),
-        wrap=_while_balancing(_forward_step, in_step=True),
+        wrap=_in_step(Step.forward_step),
         reason="numbers each micro-batch, whose shape, masks and groups hold from its forward pass to its loss",
         until="the schedules take a shape for each micro-batch",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
         parameters=("forward_step_func", "data_iterator", "f_model", "current_microbatch"),
-        wrap=_while_balancing(_forward_step, in_step=True),
+        wrap=_in_step(Step.forward_step),
         reason="numbers each micro-batch where its forward pass overlaps the backward pass of another",
         until="the schedules take a shape for each micro-batch",
         needed="overlap_moe_expert_parallel_comm",
@@ -273,14 +277,14 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
-        wrap=_while_balancing(_backward_step, in_step=True),
+        wrap=_in_step(_backward_step),
         reason="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
         parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
-        wrap=_while_balancing(_communicate_shapes),
+        wrap=_in_step(_communicate_shapes),
         reason="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
         until="the schedules take a shape for each micro-batch",
         needed="pipeline_model_parallel_size>1",
@@ -288,7 +292,7 @@ HOOKS = (
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         parameters=("batch", "cp_group"),
-        wrap=_while_balancing(_split_by_document, in_step=True),
+        wrap=_in_step(_split_by_document),
         reason="scripts ask for it under --dataloader-inter-document-masking; packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         needed=":context_parallel",
@@ -310,7 +314,7 @@ HOOKS = (
         Hook(
             target=f"megatron.core.{module}.get_query_key_value_tensors",
             parameters=("packed_seq_params",),
-            wrap=_while_balancing(_latent_tensors),
+            wrap=_in_step(_latent_tensors),
             reason="refuses packed sequences that name a context-parallel size",
             until="a release drops the assertion, as Megatron's dev branch does",
             needed=f"balance_dynamic_cp {needed}",
@@ -321,7 +325,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
         parameters=("loss",),
-        wrap=_while_balancing(_save_prediction_loss, in_step=True),
+        wrap=_in_step(_save_prediction_loss),
         reason="the log averages over all ranks, and so counts a micro-batch once for each rank that shares it",
         until="a release logs sums over tokens, as Megatron's dev branch does",
         needed="balance_dynamic_cp mtp_num_layers",
@@ -330,7 +334,7 @@ HOOKS = (
     Hook(
         target="megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
         parameters=("position_ids", "cp_group"),
-        wrap=_while_balancing(_whole_angles, in_step=True),
+        wrap=_in_step(_whole_angles),
         reason="cuts the angles of a micro-batch as a whole, where its sequences are split one by one",
         until="Megatron cuts them sequence by sequence, as its dev branch does",
         needed="balance_dynamic_cp position_embedding_type=mrope",
@@ -347,7 +351,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
         parameters=("name", "value", "reduce_group", "avg_group"),
-        wrap=_while_balancing(_record, in_step=True),
+        wrap=_in_step(_record),
         reason="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
         until="Megatron's log takes losses of groups of several sizes",
         needed="balance_dynamic_cp num_experts",
@@ -389,7 +393,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
         parameters=("routing_map", "padding_mask"),
-        wrap=_while_balancing(_apply_expert_bias),
+        wrap=_in_step(_apply_expert_bias),
         reason="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
         until="0.20, which gives the mask a second dimension",
         needed="num_experts",
@@ -399,7 +403,7 @@ HOOKS = (
         target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
         bound_in=("megatron.core.transformer.moe.router",),
         parameters=("reduce_group", "with_padding_mask"),
-        wrap=_while_balancing(_count_tokens),
+        wrap=_in_step(_count_tokens),
         reason="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
         until="Megatron scales auxiliary losses by the tokens of the group, at least one",
         needed="num_experts",
@@ -407,7 +411,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
         parameters=("padding_mask",),
-        wrap=_while_balancing(_get_embeddings),
+        wrap=_in_step(_get_embeddings),
         reason="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron passes the mask on unchanged, as its dev branch does",
         needed="num_experts mtp_num_layers",
@@ -417,7 +421,7 @@ HOOKS = (
         target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
         bound_in=("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model"),
         parameters=("compute_language_model_loss", "cp_group", "packed_seq_params"),
-        wrap=_while_balancing(_prediction_losses, in_step=True),
+        wrap=_in_step(_prediction_losses),
         reason="models sum losses, where no weight of a sample reaches them, and hand it the static group",
         until="Megatron takes weights of samples, and models hand it the group of packed_seq_params",
         needed="mtp_num_layers",
@@ -426,7 +430,7 @@ HOOKS = (
     Hook(
         target="megatron.core.models.gpt.gpt_model:GPTModel.build_schedule_plan",
         parameters=("packed_seq_params",),
-        wrap=_while_balancing(_build_schedule_plan, in_step=True),
+        wrap=_in_step(_build_schedule_plan),
         reason="scripts do not tell the schedule of expert overlap where packed sequences begin",
         until="scripts pass packed_seq_params, as on Megatron's dev branch",
         needed="overlap_moe_expert_parallel_comm",
@@ -435,7 +439,7 @@ HOOKS = (
     Hook(
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
         parameters=("hidden_states", "packed_seq_params"),
-        wrap=_while_balancing(_mixer_forward, in_step=True),
+        wrap=_in_step(_mixer_forward),
         reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing; "
         "its heads are exchanged in the static context-parallel group",
         until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these",

@@ -64,7 +64,7 @@ class RunningStep(Iterator[Microbatch]):
         self.pipeline_shapes, self.timed = pipeline_shapes, timed
         self.token_weights: Callable[[], Tensor] | None = None
         self._step, self._sizes, self._topology, self._args = step, step.sizes, settings.topology, args
-        self._cp_groups, self._tp_rank, self._model = cp_groups, coords.tp, model
+        self.cp_groups, self._tp_rank, self._model = cp_groups, coords.tp, model
         self._number: int | None = None
         self._is_read = False
         # A script for padded rows names only some of its ranks starts of sequences, and counts FLOPs by them.
@@ -140,9 +140,9 @@ class RunningStep(Iterator[Microbatch]):
             stack.enter_context(patched_attrs(self, _number=number, _is_read=False, token_weights=weights))
             if self._args is not None:
                 stack.enter_context(patched_attrs(self._args, **shape))
-            if self._cp_groups is not None:
-                stack.enter_context(self._cp_groups.in_parallel_state(cp_size))
-            if self._masks or self._params or self._cp_groups is not None:
+            if self.cp_groups is not None:
+                stack.enter_context(self.cp_groups.in_parallel_state(cp_size))
+            if self._masks or self._params or self.cp_groups is not None:
                 stack.enter_context(self._model_keywords(number, model=model))
             stack.enter_context(self.timed(number))
             return forward_step(
@@ -173,7 +173,7 @@ class RunningStep(Iterator[Microbatch]):
             added["padding_mask"] = mask
         if self._params:
             added["packed_seq_params"] = self._params[number]
-        groups, cp_size = self._cp_groups, self._sizes.cp_sizes[number]
+        groups, cp_size = self.cp_groups, self._sizes.cp_sizes[number]
 
         def add(module: Any, positional: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             keywords = keywords | added
