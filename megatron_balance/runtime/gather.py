@@ -4,8 +4,7 @@ Without the check a rank whose data raised an error would leave its peers in the
 hash of its announcement: error, settings and schema. Where two differ, all ranks read all announcements, and adopt the
 one schema or raise one error.
 
-The values of a rank are the lengths of its sequences, ~length where a sequence continues the sample before it, then for
-each sample the entries of its ragged keys and its further values. One all_gather brings a row of
+The values of a rank are for each sample its length, the entries of its ragged keys, and its further values. One all_gather brings a row of
 `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default), a second one what did not fit on some rank.
 """
 
@@ -26,7 +25,7 @@ from megatron_balance.runtime.comm import Device, all_gather_bytes, all_gather_r
 from megatron_balance.runtime.failure import MAX_NAMED, mismatch
 from megatron_balance.samples.sample import Sample, Samples, SampleSchema
 
-STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SEQUENCES, NUM_VALUES, REPORTED = range(6)
+STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SAMPLES, REPORTED = range(5)
 NUM_REPORTED = 6
 """Numbers of a rank that travel along: whether its iterator is new, plans that its training process had to make, memory
 of its device (3), the time of a step."""
@@ -65,8 +64,6 @@ class GatheredLengths:
         lengths: int64 `[num_samples]`, tokens (`original_seq_len`), in the order (rank, local index).
         home_ranks: int64 `[num_samples]`, the rank in the group that loaded the sample.
         schema: of all samples; None where no rank has any.
-        num_segments: int64 `[num_samples]`, sequences of each sample, at least 1.
-        segment_lengths: int64 `[sum of num_segments]`, tokens of each sequence, sample after sample.
         next_row_values: `row_values` for a next gather of about as many samples; the same on every rank.
         reported: int64 `[dp_size, NUM_REPORTED]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order.
@@ -76,20 +73,10 @@ class GatheredLengths:
     lengths: NDArray[np.int64]
     home_ranks: NDArray[np.int64]
     schema: SampleSchema | None
-    num_segments: NDArray[np.int64]
-    segment_lengths: NDArray[np.int64]
     next_row_values: int
     reported: NDArray[np.int64]
     ragged_lengths: NDArray[np.int64]
     values: NDArray[np.int64]
-
-    def segments_of(self, sample_ids: NDArray[np.int64]) -> list[tuple[int, ...]]:
-        """Lengths of the sequences of each of these samples."""
-        if self.segment_lengths.size == self.lengths.size:
-            return [(length,) for length in self.lengths[sample_ids].tolist()]
-        stops = np.cumsum(self.num_segments)[sample_ids]
-        starts = stops - self.num_segments[sample_ids]
-        return [tuple(self.segment_lengths[start:stop].tolist()) for start, stop in zip(starts, stops, strict=True)]
 
 
 def gather_sample_lengths(
@@ -135,7 +122,6 @@ def gather_lengths(
     local_lengths: ArrayLike,
     *,
     group: dist.ProcessGroup,
-    num_segments: ArrayLike | None = None,
     ragged_lengths: ArrayLike = (),
     schema: SampleSchema | None = None,
     error: str | None = None,
@@ -145,27 +131,22 @@ def gather_lengths(
 ) -> GatheredLengths:
     """`gather_sample_lengths` without samples.
 
-    `local_lengths` are tokens, or one entry a sequence, sample after sample, where `num_segments` counts those of each;
     `ragged_lengths` are `[num_local_samples, num_ragged]`, `values` `[num_local_samples, k]` with one k on all ranks. A
     rank without samples and schema adopts that of the others.
     """
-    num_ragged = 0 if schema is None else schema.num_ragged
-    num_values = 0 if values is None else values.shape[1]
-    sequences = sent = np.zeros(0, dtype=np.int64)
+    table = np.zeros((0, 1), dtype=np.int64)
     if error is None:
-        lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1)
-        counts = np.ones_like(lengths) if num_segments is None else np.asarray(num_segments, dtype=np.int64).reshape(-1)
-        sequences, first = ~lengths, np.cumsum(counts) - counts
-        sequences[first] = lengths[first]
-        ragged = np.array(ragged_lengths, dtype=np.int64).reshape(len(counts), num_ragged)
-        table = ragged if values is None else np.hstack([ragged, values])
-        sent = np.concatenate([sequences, table.ravel()])
+        lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1, 1)
+        ragged = np.array(ragged_lengths, dtype=np.int64)
+        ragged = ragged.reshape(len(lengths), 0 if schema is None else schema.num_ragged)
+        table = np.hstack([lengths, ragged, *([] if values is None else [values])])
+    sent = table.ravel()
 
     announcement = json.dumps([error, {**header.settings}, None if schema is None else schema.to_text()]).encode()
     row = np.zeros(HEADER_FIELDS + header.row_values, dtype=np.int64)
     row[STEP] = header.step
     row[ANNOUNCEMENT_HASH] = int.from_bytes(hashlib.sha256(announcement).digest()[:8], "little", signed=True)
-    row[ANNOUNCEMENT_NBYTES:REPORTED] = len(announcement), len(sequences), len(sent)
+    row[ANNOUNCEMENT_NBYTES:REPORTED] = len(announcement), len(table)
     row[REPORTED:HEADER_FIELDS] = header.reported
     row[HEADER_FIELDS : HEADER_FIELDS + len(sent)] = sent[: header.row_values]
     headers = all_gather_row(row, group=group, device=device, operation="the lengths of all ranks' samples (gather)")
@@ -182,32 +163,26 @@ def gather_lengths(
         texts = all_gather_bytes(announcement, sizes=sizes, group=group, device=device, operation=operation)
         schema = _common_schema(texts, group=group)
 
-    padded, max_values = headers[:, HEADER_FIELDS:], int(headers[:, NUM_VALUES].max())
+    num_ragged = 0 if schema is None else schema.num_ragged
+    num_columns, num_samples = 1 + num_ragged + (0 if values is None else values.shape[1]), headers[:, NUM_SAMPLES]
+    padded, max_values = headers[:, HEADER_FIELDS:], int(num_samples.max()) * num_columns
     if max_values > header.row_values:
         row = np.zeros(max_values - header.row_values, dtype=np.int64)
         row[: max(len(sent) - header.row_values, 0)] = sent[header.row_values :]
         rows = all_gather_row(row, group=group, device=device, operation="the remaining lengths (gather)")
         padded = np.concatenate([padded, rows], axis=1)
 
-    num_sequences, index = headers[:, NUM_SEQUENCES, None], np.arange(padded.shape[1])
-    is_sequence = index < num_sequences
-    sequences = padded[is_sequence]
-    starts = np.flatnonzero(sequences >= 0)
-    segment_lengths = np.where(sequences < 0, ~sequences, sequences)
-    num_ragged = 0 if schema is None else schema.num_ragged
-    table = padded[~is_sequence & (index < headers[:, NUM_VALUES, None])].reshape(len(starts), num_ragged + num_values)
+    table = padded[np.arange(padded.shape[1]) < num_samples[:, None] * num_columns].reshape(-1, num_columns)
     # Room for a quarter more than the rank with the most values has: from step to step numbers rarely vary by more.
     next_row = -(-(HEADER_FIELDS + max_values * 5 // 4) // ROW_MULTIPLE) * ROW_MULTIPLE
     return GatheredLengths(
-        lengths=np.add.reduceat(segment_lengths, starts) if len(starts) else segment_lengths,
-        home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_sequences[:, 0])[starts],
+        lengths=table[:, 0].copy(),
+        home_ranks=np.repeat(np.arange(group.size(), dtype=np.int64), num_samples),
         schema=schema,
-        num_segments=np.diff(starts, append=len(sequences)),
-        segment_lengths=segment_lengths,
         reported=headers[:, REPORTED:HEADER_FIELDS],
         next_row_values=max(INLINE_LENGTHS, next_row - HEADER_FIELDS),
-        ragged_lengths=table[:, :num_ragged],
-        values=table[:, num_ragged:],
+        ragged_lengths=table[:, 1 : 1 + num_ragged],
+        values=table[:, 1 + num_ragged :],
     )
 
 

@@ -129,22 +129,20 @@ def reroute_random(count: int) -> int:
     return arrived
 
 
-def gather_many(num_samples: int, num_segments: int) -> None:
-    """Many more lengths than one message holds, on rank 1 only, as samples or as sequences of one."""
-    group = world()
-    schema = SampleSchema.of(Sample({"tokens": torch.zeros(1, dtype=torch.int64)}))
-    lengths = np.arange(num_samples * num_segments if group.rank() == 1 else 2) + 1
-    counts = [num_segments] * num_samples if group.rank() == 1 else [1, 1]
-    gathered = gather_lengths(lengths, num_segments=counts, group=group, schema=schema)
-    # The next step has room for the most values of any rank, on every rank.
-    header = Header(row_values=gathered.next_row_values)
-    again = gather_lengths(lengths, num_segments=counts, group=group, schema=schema, header=header)
-    assert np.array_equal(again.segment_lengths, gathered.segment_lengths)
-    of_sample = (np.arange(num_samples * num_segments) + 1).reshape(num_samples, num_segments).sum(1)
-    expected = [of_sample if rank == 1 else [1, 2] for rank in range(group.size())]
-    assert gathered.lengths.tolist() == np.concatenate(expected).tolist()
-    counted = [num_segments] * num_samples
-    assert gathered.num_segments.tolist() == [n for rank in range(group.size()) for n in (counted if rank else [1, 1])]
+def gather_many(num_samples: int, num_ragged: int) -> None:
+    """Many more values than one message holds, on rank 1 only."""
+    group, keys = world(), [f"ragged_{number}" for number in range(num_ragged)]
+    schema = SampleSchema.of(Sample({"tokens": torch.zeros(1)}, ragged={key: torch.zeros(1) for key in keys}))
+    tables = [
+        np.arange(num_samples * (1 + num_ragged) if rank == 1 else 2 + 2 * num_ragged).reshape(-1, 1 + num_ragged)
+        for rank in range(group.size())
+    ]
+    mine, header = tables[group.rank()], Header()
+    for _ in range(2):  # the second time in one message, which has room for the most values of any rank
+        gathered = gather_lengths(mine[:, 0], ragged_lengths=mine[:, 1:], group=group, schema=schema, header=header)
+        expected = np.concatenate(tables)
+        assert np.array_equal(np.column_stack([gathered.lengths, gathered.ragged_lengths]), expected)
+        header = Header(row_values=gathered.next_row_values)
 
 
 def exchanged_parts(*, collective: bool) -> list[int]:

@@ -268,11 +268,14 @@ def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:
     """This rank's part and the number of tokens that a router counts, where ranks have so many without padding."""
     from megatron.core.transformer.moe import router
 
-    balanced(config={"num_moe_experts": 2, "add_bias_linear": False})(Items(0))
     routed = torch.arange(4)[:, None] < torch.tensor([tokens[dist.get_rank()], 0])
     words: dict[str, Any] = {"reduce_group": dist.group.WORLD, "topk": 1, "with_padding_mask": True}
-    _, part, total = router.get_tokens_per_expert_and_token_count(routed, **words)
-    return float(part), int(total)
+
+    def count(microbatches: Any, model: Any) -> tuple[float, int]:
+        _, part, total = router.get_tokens_per_expert_and_token_count(routed, **words)
+        return float(part), int(total)
+
+    return balanced(config={"num_moe_experts": 2, "add_bias_linear": False}, forward_step=count)(Items(0))[0]
 
 
 def step_that_fails(*, kind: str) -> str:

@@ -125,7 +125,7 @@ def finish_shuffle(
     """The second half: waits for the plan and moves the samples; the ranks are those of the first half."""
     device, ranks = batch.features.values().device, handle.plan.result()
     units = np.ones_like(ranks)  # whatever its workload, a sample moves as one token
-    counted = dataclasses.replace(handle.gathered, lengths=units, segment_lengths=units, num_segments=units)
+    counted = dataclasses.replace(handle.gathered, lengths=units)
     _, moved = reroute_samples(handle.samples, destinations=ranks, gathered=counted, group=handle.group, device=device)
     return _join(batch, [*moved])
 
