@@ -12,8 +12,8 @@ the form for more than two parts, which keeps the sums of all parts of each part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heapreplace
-from itertools import count
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ _MAX_DIFFERENCED = 4096
 
 _NEAR_ENOUGH = 10_000
 """Parts that differencing brings within 1/10,000 of the mean are taken: a search takes 20 times as long."""
+
+_LIMITS = 2**16
+"""Limits of a slot's cost in an octave, times samples: what they take in memory is bounded."""
 
 _Part = tuple[int, int, list[int]]
 """`(-sum of costs, number, items)`; the number, unique, breaks ties."""
@@ -136,20 +139,22 @@ def plan_padded(
     """Micro-batches that are padded to their longest sample: each holds and costs its samples times that.
 
     In order of length a micro-batch is a run of neighbours. Runs are cut so that the costliest is as cheap as their
-    number allows, then given to ranks: neighbours to one slot where ranks meet in every micro-batch, else as evenly as
-    they go. Returns for every rank, for every micro-batch, ascending sample ids: in the fewest micro-batches, or in
+    number allows; where ranks meet in every micro-batch also so that each slot is a run of runs with a limit of its
+    own, and the faster of both is taken. Like runs share a slot; where ranks meet once a step they get runs as evenly
+    as they go. Returns for every rank, for every micro-batch, ascending sample ids: in the fewest micro-batches, or in
     `num_slots` of at most `max_tokens` and `max_samples`. A micro-batch is empty only where samples are too few.
     """
-    order = np.lexsort((-batch.local_cost, -batch.weights))
-    costs = batch.local_cost[order].tolist()
-    counts = (max_tokens // np.maximum(batch.weights[order], 1)).clip(1, max_samples or INT_MAX).tolist()
+    order, size = np.lexsort((-batch.local_cost, -batch.weights)), batch.num_samples
+    costs: list[int] = batch.local_cost[order].tolist()
+    counts = (max_tokens // np.maximum(batch.weights[order], 1)).clip(1, min(max_samples or size, max(size, 1)))
+    counts_list: list[int] = counts.tolist()
 
     def run_ends(limit: int) -> list[int]:
         """Where runs end that hold as many samples as the caps and a limit of their cost allow."""
         ends = [0]
-        while ends[-1] < len(costs):
+        while ends[-1] < size:
             head = ends[-1]
-            ends.append(min(head + min(counts[head], max(limit // costs[head], 1)), len(costs)))
+            ends.append(min(head + min(counts_list[head], max(limit // costs[head], 1)), size))
         return ends
 
     fewest = max(-(-(len(run_ends(INT_MAX)) - 1) // batch.num_ranks), 1)
@@ -158,19 +163,69 @@ def plan_padded(
         raise BalanceError(
             f"num_microbatches is {number}: padded samples need {fewest} under the caps. Give that many."
         )
-    low, high = 0, max(costs, default=0) * len(costs)
+    num_bins, low, high = number * batch.num_ranks, 0, max(costs, default=0) * size
     while low < high:
         limit = (low + high) // 2
-        low, high = (low, limit) if len(run_ends(limit)) - 1 <= number * batch.num_ranks else (limit + 1, high)
-    runs = np.split(np.arange(len(costs)), run_ends(high)[1:-1]) if costs else []
-    while len(runs) < min(number * batch.num_ranks, len(costs)):
-        index = max(range(len(runs)), key=lambda run: (runs[run].size > 1, costs[runs[run][0]] * runs[run].size))
-        runs[index : index + 1] = np.array_split(runs[index], 2)
-    runs.sort(key=lambda run: -costs[run[0]] * run.size)
-    run_costs = np.zeros(number * batch.num_ranks, dtype=np.int64)
-    run_costs[: len(runs)] = [costs[run[0]] * run.size for run in runs]
-    rank_of = np.arange(run_costs.size) % batch.num_ranks
+        low, high = (low, limit) if len(run_ends(limit)) - 1 <= num_bins else (limit + 1, high)
+    ways = [run_ends(high)]
+    if batch.sync_size > 1 and size:
+        ways.append(_ends_by_slots(batch.local_cost[order], counts, num_ranks=batch.num_ranks, num_slots=number))
+    runs = min(
+        (_costliest_first(costs, ends, num_runs=min(num_bins, size)) for ends in ways),
+        key=lambda runs: sum(cost for cost, _, _ in runs[:: batch.num_ranks]),
+    )
+    rank_of = np.arange(num_bins) % batch.num_ranks
     if batch.sync_size == 1:
+        run_costs = np.pad(np.array([cost for cost, _, _ in runs], dtype=np.int64), (0, num_bins - len(runs)))
         rank_of = partition_items(run_costs, num_parts=batch.num_ranks, equal_count=True)
-    slots = [np.sort(order[run]).tolist() for run in runs] + [[] for _ in run_costs[len(runs) :]]
+    slots = [np.sort(order[start:end]).tolist() for _, start, end in runs] + [[] for _ in range(num_bins - len(runs))]
     return [[slots[index] for index in np.flatnonzero(rank_of == rank)] for rank in range(batch.num_ranks)]
+
+
+def _costliest_first(costs: list[int], ends: list[int], *, num_runs: int) -> list[tuple[int, int, int]]:
+    """`(cost, start, end)` of runs, of which the costliest are halved until there are so many."""
+    runs = [(end - start == 1, -costs[start] * (end - start), start, end) for start, end in pairwise(ends)]
+    heapify(runs)
+    while len(runs) < num_runs:
+        _, _, start, end = heappop(runs)
+        middle = (start + end + 1) // 2
+        for first, last in ((start, middle), (middle, end)):
+            heappush(runs, (last - first == 1, -costs[first] * (last - first), first, last))
+    return [(-cost, start, end) for cost, start, end in sorted(run[1:] for run in runs)]
+
+
+def _ends_by_slots(costs: Ints, counts: Ints, *, num_ranks: int, num_slots: int) -> list[int]:
+    """Where runs end, slot by slot, so that the sum of the slots' times is least among some limits of their cost.
+
+    Costs descend, and a run that begins at a sample holds at most its count. Dynamic programming from the last sample
+    on: the least time of the samples from each one on in one slot, in two, and so on.
+    """
+    size, never = costs.size, 1 << 61
+    per_octave = min(max(_LIMITS // size, 2), 16)
+    costs = -(-costs // (((int(costs[0]) * size * num_slots) >> 60) + 1))  # so that sums stay within int64
+    # Two octaves below the mean and two above, the costs of samples that may begin a slot, and no limit.
+    steps, mean = np.arange(4 * per_octave), int(costs.sum()) // (num_ranks * num_slots) + 1
+    octaves = ((mean * (per_octave + steps % per_octave)) << (steps // per_octave)) // (4 * per_octave)
+    limits = np.unique(np.concatenate([octaves, costs[: num_ranks * num_slots : num_ranks], [1 << 60]]))
+    starts, samples = np.arange(size + 1), np.minimum(counts, limits[:, None] // costs)
+    run_ends = np.pad((starts[:-1] + samples).clip(max=size), ((0, 0), (0, 1)), constant_values=size)
+    ends, times = run_ends, np.pad(samples * costs, ((0, 0), (0, 1)))
+    slot_ends, slot_times = np.broadcast_to(starts, ends.shape), np.zeros_like(times)
+    for bit in f"{num_ranks:b}"[::-1]:  # a slot's runs, by powers of two
+        if bit == "1":
+            slot_times = np.maximum(slot_times, np.take_along_axis(times, slot_ends, axis=1))
+            slot_ends = np.take_along_axis(ends, slot_ends, axis=1)
+        times = np.maximum(times, np.take_along_axis(times, ends, axis=1))
+        ends = np.take_along_axis(ends, ends, axis=1)
+    slot_times = np.where(slot_ends > starts, slot_times, never)
+    least, choices = np.where(starts < size, never, 0), list[Ints]()
+    for _ in range(num_slots):
+        totals = slot_times + least[slot_ends]
+        choices.append(totals.argmin(axis=0))
+        least = np.append(totals.min(axis=0)[:-1].clip(max=never), 0)
+    chosen = [0]
+    for choice in reversed(choices):
+        limit = choice[chosen[-1]]
+        for _ in range(num_ranks):
+            chosen.append(int(run_ends[limit, chosen[-1]]))
+    return sorted({*chosen})
