@@ -116,18 +116,6 @@ def test_lengths_from_standard_input_and_json_to_standard_output() -> None:
     assert not Path("-").exists()
 
 
-def test_sizes_of_a_model_stand_in_for_its_config(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "hidden_size=4096,num_hidden_layers=36,num_attention_heads=32,num_key_value_heads=8,head_dim=128"
-    assert main(["compare", str(lengths_file), *BATCH, "--model", "Qwen3-8B"]) == 0
-    table = untimed(capsys.readouterr().out.partition("policy ")[2])
-    words = f"{sizes},intermediate_size=12288,vocab_size=151936"
-    assert main(["compare", str(lengths_file), *BATCH, "--model", words]) == 0
-    printed = capsys.readouterr()
-    assert untimed(printed.out.partition("policy ")[2]) == table
-    (line,) = printed.err.splitlines()
-    assert line.startswith("Warning: model_type '--model' is not known")
-
-
 def test_doctor_without_torch_says_what_to_install() -> None:
     """Fault: a traceback, where the package was installed without extras."""
     code = "import sys; sys.modules['torch'] = None; from megatron_balance.cli import main; sys.exit(main(['doctor']))"

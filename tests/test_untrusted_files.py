@@ -121,7 +121,6 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
         ("--cost", b"[" * 100_000),
         ("--model", b"[" * 100_000),
         ("--model", hf_config(full_attention_interval=10**10)),
-        ("--model", hf_config(sliding_window=9, use_sliding_window=True, max_window_layers=10**10)),
         ("--model", hf_config(hybrid_override_pattern="M" * 10**6)),
         ("--model", hf_config(layer_types=["sliding_attention"] * 2, sliding_window=10**30)),
         ("--cost", b"\xed\xa0\x80"),

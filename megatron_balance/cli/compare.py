@@ -66,8 +66,7 @@ FLOPs are those this package plans by: causal attention once, 3x for a GEMM and 
 
 models:
 {textwrap.fill(", ".join(PRESETS), 112, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
-  or their ids on Hugging Face, or the path of a config.json, or its sizes: hidden_size=4096,num_hidden_layers=36,
-  num_attention_heads=32,num_key_value_heads=8,intermediate_size=12288,vocab_size=151936
+  or their ids on Hugging Face, or the path of a config.json
 """
 
 _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
@@ -89,7 +88,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
         "--ep-size": (count, "E", "expert-parallel ranks (default: 1)"),
     },
     "cost": {
-        "--model": (str, "MODEL", "preset, Hugging Face config.json, or sizes KEY=N,…; its FLOPs are the cost"),
+        "--model": (str, "MODEL", "preset, or Hugging Face config.json; its FLOPs are the cost"),
         "--cost": (str, "COST", "tokens, flops (default with --model), or a seconds.json of megatron-balance fit"),
         "--device": (str, "DEVICE", f"TFLOPS of a GPU in training: LINEAR[,ATTENTION], or {', '.join(profiles())}"),
     },

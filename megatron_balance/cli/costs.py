@@ -91,11 +91,7 @@ class CompareCosts:
     @cached_property
     def shape(self) -> ModelShape | None:
         """The model of `--model`."""
-        if self.model is None or "=" not in self.model:
-            return None if self.model is None else find_shape(self.model)
-        pairs = [pair.partition("=") for pair in self.model.split(",")]
-        sizes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
-        return find_shape({"model_type": "--model", **sizes})
+        return None if self.model is None else find_shape(self.model)
 
     @cached_property
     def calibration(self) -> Calibration | None:

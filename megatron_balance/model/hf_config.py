@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
 MAX_LAYERS = 10_000
-"""Patterns have an entry a layer; no model comes near this limit."""
+"""No model comes near this limit, to which a file of a few bytes may ask for layers."""
 
 _TABLE, ROWS = (
     cast("dict[str, Any]", json.loads((files(__package__) / f"{name}.json").read_text(encoding="utf-8")))
@@ -41,12 +41,12 @@ the key itself."""
 _SWITCHES = {"gated_mlp", "attn_output_gate", "use_sliding_window", *_TABLE["refused_keys"]}  # may be true or false
 
 
-def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int | None]:
-    """Keyword arguments of ModelShape, what to warn of, and the parameters of a checkpoint beside the file."""
+def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
+    """Keyword arguments of ModelShape, and what to warn of."""
     whole = config if isinstance(config, Mapping) else _load(Path(config))
     text = next((whole[name] for name in ("text_config", "llm_config") if isinstance(whole.get(name), Mapping)), whole)
     model_type = str(text.get("model_type", whole.get("model_type")))
-    keys, notes, total = _Keys(text, model_type), list[str](), None
+    keys, notes = _Keys(text, model_type), list[str]()
     try:
         keys.refuse(
             (model_type in _TABLE["refused"], _TABLE["refused"].get(model_type)),
@@ -63,23 +63,11 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str, int
             fields["vision"] = _encoder(_Keys(vision, str(whole.get("model_type"))))
             if fields["vision"] is None:
                 notes.append(f"the vision or audio tower of model_type {whole.get('model_type')!r} is not counted.")
-        if not isinstance(config, Mapping):
-            total = _num_parameters(Path(config), whole=whole, text=text)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise BalanceError(
             f"the Hugging Face config of model_type {model_type!r} has a value of a wrong kind: {error}."
         ) from error
-    return fields, " ".join(notes), total
-
-
-def _num_parameters(path: Path, *, whole: Config, text: Config) -> int | None:
-    """From model.safetensors.index.json: bytes, where all weights have the 16 or 32 bits of the configuration."""
-    index = (path if path.is_dir() else path.parent) / "model.safetensors.index.json"
-    if not index.is_file() or "quantization_config" in whole or "vision_config" in whole:
-        return None
-    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(text.get("dtype", text.get("torch_dtype")))
-    total = _load(index).get("metadata", {}).get("total_size")
-    return total // width if width and isinstance(total, int) else None
+    return fields, " ".join(notes)
 
 
 class _Keys:
@@ -89,9 +77,6 @@ class _Keys:
         values = {key: value for key, value in config.items() if value is not None}
         self._values: Config = {**FAMILIES.get(model_type, {}), **values}
         self.model_type = model_type
-        self.source = f"the Hugging Face config of model_type {model_type!r}"
-        if model_type == "--model":
-            self.source = "the sizes of --model"
         self.used: set[str] = set()
 
     def get(self, name: str, *, default: Any = None) -> Any:
@@ -108,8 +93,8 @@ class _Keys:
         value = self.get(name)
         if value is None:
             raise BalanceError(
-                f"{' or '.join(_NAMES.get(name, [name]))} is missing in {self.source}: add it, give ModelShape its "
-                "fields by hand, or balance by tokens."
+                f"{' or '.join(_NAMES.get(name, [name]))} is missing in the Hugging Face config of model_type "
+                f"{self.model_type!r}: add it, give ModelShape its fields by hand, or balance by tokens."
             )
         return value
 
@@ -150,7 +135,6 @@ def _fields(keys: _Keys) -> Fields:
     pattern = keys.get("hybrid_override_pattern") or "".join(
         _SYMBOLS.get(kind, "?") for kind in keys.get("layers_block_type", default=())
     )
-    _check_layers(keys, "hybrid_override_pattern or layers_block_type", len(pattern))
     kinds = [] if pattern else _layer_kinds(keys)
     hidden_size, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     # Newer models leave the gate out with these activations; GELU by tanh has one in Gemma.
@@ -193,17 +177,10 @@ def _fields(keys: _Keys) -> Fields:
     return result
 
 
-def _check_layers(keys: _Keys, name: str, number: Any) -> None:
-    """Refuse more layers, or a longer period of them, than any model has."""
-    if isinstance(number, int | float) and number > MAX_LAYERS:
-        raise BalanceError(f"{name} is {number} in {keys.source}: at most {MAX_LAYERS} are read.")
-
-
 def _layer_kinds(keys: _Keys) -> list[str]:
     """The token mixer of each layer, from a list or from the family's rule."""
-    num_layers = keys.need("num_hidden_layers")
-    for name in ("num_hidden_layers", "full_attention_interval", "max_window_layers"):
-        _check_layers(keys, name, keys.get(name))
+    if (num_layers := keys.need("num_hidden_layers")) > MAX_LAYERS:
+        raise BalanceError(f"num_hidden_layers is {num_layers} in the Hugging Face config: give at most {MAX_LAYERS}.")
     granite = {"mamba": "linear_attention", "attention": "full_attention"}
     mixers = {"full_attention", "sliding_attention", "linear_attention", "indexed_attention"}
     listed = [granite.get(kind, kind) for kind in keys.listed("layer_types", {*mixers, *granite})]
@@ -213,9 +190,9 @@ def _layer_kinds(keys: _Keys) -> list[str]:
         local_mixer, period = "sliding_attention", keys.get("period of windows", default="")
         first = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
         if first is not None:
-            period = "G" * first + "L" * (num_layers - first)
+            period = "G" * min(first, num_layers) + "L" * (num_layers - first)
         keys.refuse((not listed and not period, "a sliding_window without layer_types, and so layers"))
-    pattern = period if isinstance(period, str) else "L" * ((period or 1) - 1) + "G"
+    pattern = period if isinstance(period, str) else "L" * (min(period or 1, num_layers + 1) - 1) + "G"
     kinds = listed or ["full_attention" if pattern[i % len(pattern)] == "G" else local_mixer for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise BalanceError(

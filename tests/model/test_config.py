@@ -119,24 +119,6 @@ def test_a_missing_or_absurd_value_is_named() -> None:
         replace(ModelShape.preset("Qwen3-VL-8B").vision, hidden_size=8.5)
 
 
-@pytest.mark.parametrize(("share", "fits"), [(0.97, True), (0.9, False), (1.1, False)])
-def test_parameters_are_checked_against_the_checkpoint_beside_the_file(
-    tmp_path: Path, share: float, fits: bool
-) -> None:
-    shape = ModelShape.from_hf_config(LLAMA)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16"}))
-    index = {"metadata": {"total_size": 2 * round(share * num_parameters(shape))}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    if fits:
-        assert ModelShape.from_hf_config(tmp_path) == shape
-    else:
-        with pytest.raises(BalanceError, match="billion parameters, but its checkpoint has"):
-            ModelShape.from_hf_config(tmp_path / "config.json")
-    # Packed weights say nothing about parameters.
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16", "quantization_config": {}}))
-    assert ModelShape.from_hf_config(tmp_path) == shape
-
-
 def test_a_tower_that_is_not_counted_is_said() -> None:
     for name in ("text_config", "llm_config"):
         shape, warned = read({"model_type": "gemma3", "vision_config": {"depth": 1}, name: PRESETS["gemma-3-12b"]})
