@@ -1,4 +1,4 @@
-"""The charts of the page as plain numbers, which its script draws: imbalance, lengths, predicted against measured."""
+"""The charts of the page as plain numbers, which its script draws: imbalance, and predicted against measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.report.figures import RunFigures
 
@@ -14,7 +13,7 @@ TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measur
 """Name of a policy in charts and tables."""
 
 MAX_POINTS = 1500
-"""Most micro-batches, and most lengths, drawn; figures in captions are over all."""
+"""Most micro-batches drawn; figures in captions are over all."""
 
 
 class Chart(NamedTuple):
@@ -30,7 +29,7 @@ class Chart(NamedTuple):
 
 def charts_of(figures: RunFigures) -> list[Chart]:
     """The charts of the page, in order."""
-    return [_imbalance(figures), _lengths(figures), *([_fit(figures)] if figures.predictions.size else [])]
+    return [_imbalance(figures), *([_fit(figures)] if figures.predictions.size else [])]
 
 
 def _imbalance(figures: RunFigures) -> Chart:
@@ -50,41 +49,11 @@ def _imbalance(figures: RunFigures) -> Chart:
     )
 
 
-def _lengths(figures: RunFigures) -> Chart:
-    """Parts of the sequences and of the cost, by the run's first cost model, up to each length."""
-    info = figures.record.info
-    lengths, counts = np.unique(np.concatenate([step.segments for step in figures.record.steps]), return_counts=True)
-    costs = np.array([float(info.cost_model(length)) for length in info.topology.padded_seq_len(lengths)])
-    total, cumulative, costs_up_to = int(counts.sum()), np.cumsum(counts), np.cumsum(counts * costs)
-    half = int(np.searchsorted(costs_up_to, costs_up_to[-1] / 2))
-    # Of several sequences as long as this one, those that reach the half.
-    longest = (
-        cumulative[-1] - cumulative[half] + np.ceil((costs_up_to[half] - costs_up_to[-1] / 2) / (costs[half] or 1))
-    )
-    points = _points(lengths.size)
-    parts = {"neutral": ("of the sequences", cumulative), "planned": ("of the cost", costs_up_to)}
-    caption = (
-        f"{total:,} sequences: median {lengths[np.searchsorted(cumulative, (total + 1) // 2)]:,}, mean "
-        f"{float(lengths @ counts) / total:,.0f}, longest {lengths[-1]:,} tokens. The longest "
-        f"{longest / total:.1%} of them make up half of the cost."
-    )
-    return Chart(
-        "lengths",
-        "Lengths and their cost",
-        caption,
-        {"title": "tokens of a sequence, at most", "format": "count", "log": True},
-        {"title": "", "format": "percent"},
-        [
-            _line(label, colour, np.maximum(lengths[points], 1), values[points] / (values[-1] or 1), kind="steps")
-            for colour, (label, values) in parts.items()
-        ],
-    )
-
-
 def _fit(figures: RunFigures) -> Chart:
     """Predicted against measured seconds, both axes logarithmic, beside the diagonal."""
     num_points = figures.predictions.shape[1]
-    predicted, measured = figures.predictions[:, _points(num_points)]
+    points = np.unique(np.linspace(0, num_points - 1, MAX_POINTS).astype(np.int64))
+    predicted, measured = figures.predictions[:, points]
     ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
     caption = f"Off by {figures.median_error:.1%} (median) over {num_points:,} micro-batches. "
     caption += (
@@ -104,13 +73,8 @@ def _fit(figures: RunFigures) -> Chart:
     )
 
 
-def _points(size: int) -> NDArray[np.int64]:
-    """Indices of at most MAX_POINTS values at even distances."""
-    return np.unique(np.linspace(0, size - 1, MAX_POINTS).astype(np.int64))
-
-
 def _line(name: str, colour: str, x: Any, y: Any, *, kind: str = "line") -> dict[str, Any]:
-    """A line, steps or points, in a colour of style.css; y is None where nothing was measured."""
+    """A line or points in a colour of style.css; y is None where nothing was measured."""
 
     def numbers(values: Sequence[float]) -> list[float | None]:
         return [None if np.isnan(value) else float(f"{value:.6g}") for value in values]

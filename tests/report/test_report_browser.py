@@ -87,7 +87,7 @@ def test_page_is_readable(browser: Chrome, page: Path, width: int, scheme: str) 
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     bars = browser.execute_script("return document.querySelectorAll('#timeline .work').length")
     assert bars > 50
-    for chart in ("imbalance", "lengths", "fit"):
+    for chart in ("imbalance", "fit"):
         assert browser.execute_script(f"return document.querySelectorAll('#{chart} .trace').length") >= 1
     # Text against the page: 7 to 1 is WCAG's stricter contrast; headings, captions and numbers in charts.
     back = luminance(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))

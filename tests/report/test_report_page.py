@@ -58,15 +58,6 @@ def row_of(page: str, name: str) -> list[str]:
     return re.findall(r"<td>(.*?)</td>", row[1])
 
 
-def test_lengths_that_are_equal_make_up_their_part_of_the_cost(tmp_path: Path) -> None:
-    """Fault: half of the sequences as long as the longest, the usual case of cut data, "make up half of the cost"."""
-    info = run_info(Topology(2), cost_model=CostModel(linear=1))
-    lengths = [100, 300] * 6  # the long ones make up 3/4 of the cost: 4 of 12 sequences make up half of it
-    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(step_of(info, lengths))
-    page = report(tmp_path, tmp_path / "record")
-    assert "The longest 33.3% of them make up half of the cost." in page
-
-
 def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
     """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
     info = run_info(cost_model=CostModel(linear=1))
@@ -140,7 +131,7 @@ def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path:
     assert "<script>alert" not in page
     assert "<img src=x" not in page
     charts = re.findall(r'<div id="(\w+)" class="chart"', page)
-    assert charts == ["timeline", "imbalance", "lengths", "fit"]
+    assert charts == ["timeline", "imbalance", "fit"]
 
 
 DYNAMIC = run_info(

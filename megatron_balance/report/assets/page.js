@@ -23,7 +23,7 @@
 
   const FORMATS = {
     amount, count, seconds: (value) => amount(value, "s"),
-    ratio: (value) => value.toFixed(2), percent: (value) => `${Math.round(100 * value)} %`,
+    ratio: (value) => value.toFixed(2),
   };
 
   function add(parent, tag, attributes, text = "") {
@@ -115,7 +115,7 @@
         if (line.y[index] === null) return;
         const [at, up] = [toX(value), toY(line.y[index])];
         const starts = !index || line.y[index - 1] === null;
-        pieces.push(starts ? `M${at} ${up}` : line.kind === "steps" ? `H${at}V${up}` : `L${at} ${up}`);
+        pieces.push(starts ? `M${at} ${up}` : `L${at} ${up}`);
         shown.push({ at, up, text: `${line.name}: ${FORMATS[x.format](value)}, ${FORMATS[y.format](line.y[index])}` });
       });
       const group = add(svg, "g", { class: `trace ${line.colour} ${line.kind}` });
