@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
+from megatron_balance.adapters.recsys import shuffler as balanced
 
 COLUMNS = ["gather", "plan", "exchange", "at once", "exposed", "MiB in", "load max/mean"]
 SAYS = "Milliseconds of a shuffle, the slowest rank's quickest of 15: 128 rows a rank of 512 items in the mean, gloo."
@@ -34,7 +34,13 @@ REPEATS = 15
 
 
 class Shuffler:
-    """Stands for upstream's base class, which has a thread."""
+    """Stands for upstream's base class, hooked, which has a thread."""
+
+    shuffle, start_shuffle_async, finish_shuffle = (
+        balanced.shuffle,
+        balanced.start_shuffle_async,
+        balanced.finish_shuffle,
+    )
 
     def __init__(self) -> None:
         self._kk_executor = ThreadPoolExecutor(max_workers=1)
@@ -77,7 +83,7 @@ def _rank(rank: int, dp_size: int, folder: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=dp_size)
     group = dist.group.WORLD
     assert group is not None
-    shuffler = make_shuffler_class(Shuffler)(num_heads=4, head_dim=256)
+    shuffler = balanced.make_shuffler_class(Shuffler)(num_heads=4, head_dim=256)
     batch = _make_batch(rank, batch_size=BATCH_SIZE, mean_length=MEAN_LENGTH)
 
     def forward() -> None:

@@ -11,6 +11,7 @@ are ordered by verl.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from megatron_balance.adapters.verl import installation
 from megatron_balance.adapters.verl.rows import balanced_partitions, order_rows, row_lengths, select_rows
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+
+logger = logging.getLogger(__name__)
 
 BALANCING = "verl.utils.seqlen_balancing"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
@@ -153,6 +156,8 @@ def _balance_batch(
     """Orders in place the rows of a DataProto, or the keys of a TransferQueue, padded first as verl does."""
     if getattr(trainer, "use_prefix_grouper", False):
         return stock(trainer, batch, metrics, logging_prefix, keep_minibatch)
+    actor = trainer.config.actor_rollout_ref.actor
+    _warn_of_norm(getattr(actor, "loss_agg_mode", ""), getattr(actor, "loss_scale_factor", None))
     num_ranks, has_rows = _dp_size(trainer), isinstance(batch, DataProto)
     if not has_rows:
         from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
@@ -169,6 +174,17 @@ def _balance_batch(
     order = np.concatenate(ranks)
     batch.reorder(torch.from_numpy(order) if has_rows else order.tolist())
     return batch
+
+
+@functools.cache
+def _warn_of_norm(loss_agg_mode: str, loss_scale_factor: int | None) -> None:
+    """Once: verl's other losses are normalised over the whole mini-batch."""
+    if loss_agg_mode == "seq-mean-token-sum-norm" and loss_scale_factor is None:
+        logger.warning(
+            "actor.loss_agg_mode=%s divides by the longest response of each micro-batch, so that the loss depends on "
+            "which rows share it: set actor.loss_scale_factor, such as data.max_response_length.",
+            loss_agg_mode,
+        )
 
 
 def _minibatch_rows(trainer: Any, *, num_ranks: int) -> int:

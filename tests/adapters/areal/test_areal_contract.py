@@ -17,7 +17,7 @@ from areal.infra.rpc import rtensor
 from areal.trainer import rl_trainer
 from areal.trainer.ppo.actor import PPOActorControllerV2
 from areal.utils import data as areal_data
-from areal.utils import seqpack
+from areal.utils import functional, seqpack
 
 from megatron_balance import BalanceError
 from megatron_balance.adapters import areal
@@ -190,3 +190,29 @@ def test_controllers_whose_processes_would_not_be_hooked_are_refused(install: An
     install()
     with pytest.raises(BalanceError, match="_version: v1"):
         PPOActorControllerV2(train_engine="", config=SimpleNamespace(backend="fsdp:d2"), scheduler=None)
+
+
+def test_the_loss_does_not_depend_on_the_micro_batches(install: Any) -> None:
+    """AReaL weighs the loss of a micro-batch by its learned tokens over those of all (`compute_total_loss_weight`)."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [90, 10, 40, 60, 30, 70]
+    columns = [
+        {name: torch.randn(n, generator=generator) for name in ("old_logprobs", "advantages")}
+        | {"loss_mask": torch.rand(n, generator=generator) > 0.5}
+        for n in lengths
+    ]
+
+    def gradient(slots: list[list[int]]) -> torch.Tensor:
+        logprobs = [torch.zeros(n, requires_grad=True) for n in lengths]
+        for slot in slots:
+            batch = {name: torch.cat([columns[row][name] for row in slot]) for name in columns[0]}
+            current = torch.cat([logprobs[row] for row in slot])
+            loss, _ = functional.ppo_actor_loss_fn(current, batch["old_logprobs"], eps_clip=0.2, **batch)
+            (loss * batch["loss_mask"].count_nonzero()).backward()
+        return torch.cat([row.grad for row in logprobs if row.grad is not None])
+
+    install()
+    spec = cli_args.MicroBatchSpec(n_mbs=1, max_tokens_per_mb=120)
+    slots = areal_data.allocate_balanced_mbs_synced(spec, lengths)
+    assert 1 < len(slots) < len(lengths)
+    assert torch.allclose(gradient(slots), gradient([[row] for row in range(len(lengths))]))

@@ -61,6 +61,19 @@ def test_trains_and_evaluates_as_stock(tmp_path: Path, settings: dict[str, Any],
     assert "megatron_balance: iteration 4 |" in balanced.output
 
 
+def test_means_of_micro_batches_are_weighed_as_stock(tmp_path: Path) -> None:
+    """The gradients of Bridge without `calculate_per_token_loss`; tokens that count alike give others."""
+    stock = run(tmp_path / "stock", model={"calculate_per_token_loss": False})
+    flags = ["--balance-loss-weighting", "micro-batch"]
+    weighed, unweighed = (
+        run(tmp_path / name, install=BALANCED | {"flags": flags})
+        for name, flags in (("weighed", flags), ("unweighed", []))
+    )
+    assert_equal(weighed, reference=stock)
+    with pytest.raises(AssertionError):
+        assert_equal(unweighed, reference=stock)
+
+
 def test_a_mean_of_means_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="--calculate-per-token-loss is not set"):
         run(tmp_path, num_ranks=1, install=BALANCED, model={"calculate_per_token_loss": False})

@@ -268,6 +268,48 @@ def test_ranks_reduce_in_every_micro_batch_under_delayed_scaling(
     assert topology.reduces_in_microbatches is reduces
 
 
+def sample_means(args: Any, batch: Any, values: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+    """A custom loss of slime: of one value a token."""
+    return sum_of_sample_mean(values), {}
+
+
+@pytest.mark.checkout
+@pytest.mark.parametrize("per_token", [False, True])
+def test_slimes_loss_does_not_depend_on_the_plan(monkeypatch: pytest.MonkeyPatch, per_token: bool) -> None:
+    """It is normalised over the step: by rollouts, or by tokens."""
+    checkout, dp_size = os.environ["SLIME_CHECKOUT"], 4
+    lengths = synthetic_lengths("gsm8k_sft", num_samples=32, seed=0).tolist()
+    balanced = slots_of(plan(lengths, args=qwen3_4b(max_tokens_per_gpu=640), checkout=checkout))
+    put_in_place(monkeypatch, checkout=checkout)
+    losses = importlib.import_module("slime.backends.megatron_utils.loss")
+    monkeypatch.setattr(losses.mpu, "get_context_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(losses.mpu, "get_data_parallel_world_size", lambda with_context_parallel: dp_size)
+    options = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.sample_means"}
+    args = SimpleNamespace(**options, recompute_loss_function=False, allgather_cp=False)
+    args.calculate_per_token_loss = per_token
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(length, generator=generator) < 0.5 for length in lengths]
+    values = [torch.randn(length, generator=generator) for length in lengths]
+
+    def loss(ranks: list[list[list[int]]]) -> float:
+        """As Megatron adds them up over micro-batches and ranks."""
+        total = counted = 0.0
+        for slots in ranks:
+            for slot in slots:
+                picked = [lengths[sample] for sample in slot]
+                batch = {"total_lengths": picked, "response_lengths": picked, "rollout_mask_sums": None}
+                batch["loss_masks"] = [masks[sample] for sample in slot]
+                tokens = torch.cat([values[sample] for sample in slot])
+                part, count, _ = losses.loss_function(args, batch, len(slots), len(lengths), tokens)
+                total += float(part) if per_token else float(part) / len(slots) / dp_size
+                counted += float(count)
+        return total / counted if per_token else total
+
+    assert len(balanced[0]) > 1
+    one_by_one = [[[sample] for sample in range(rank, len(lengths), dp_size)] for rank in range(dp_size)]
+    assert loss(balanced) == pytest.approx(loss(one_by_one), rel=1e-5)
+
+
 # Where the hook is bound ---------------------------------------------------------------------------------
 
 
