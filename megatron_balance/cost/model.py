@@ -251,7 +251,7 @@ class CostModel:
             >>> CostModel(linear=2, expert_linear=3).local_cost(np.array([10, 20])).tolist()
             [20, 40]
         """
-        tokens = np.asarray(lengths)
+        tokens = np.atleast_1d(lengths)
         longest = int(tokens.max(initial=0))
         squares = 2 * (self.quadratic + sum(coefficient for _, coefficient in self.windows))  # at least all pairs
         largest = ((squares * longest) + self.linear + self.cp_received) * max(longest, 1)
@@ -259,7 +259,7 @@ class CostModel:
         in_windows = sum(coefficient * causal_pairs(exact, window=window) for window, coefficient in self.windows)
         attention = self.quadratic * exact * exact + in_windows
         costs = self.linear * exact + np.maximum(attention, self.cp_received * exact)
-        return costs if tokens.ndim else int(costs)
+        return costs if np.ndim(lengths) else int(costs[0])
 
     def by_kind(self) -> tuple[CostModel, ...]:
         """What the model would cost if all its chunks were of each kind, in units of 1/1024; itself without `stages`.
@@ -272,14 +272,22 @@ class CostModel:
         return (self,) if self.stages is None else self.stages.kinds_of(self)
 
     def sample_costs(
-        self, lengths: NDArray[np.int64], *, image_patches: NDArray[np.int64] | None = None, copies: int = 1
+        self,
+        lengths: NDArray[np.int64],
+        *,
+        cp_size: int = 1,
+        shift: int = -STAGE_BITS,
+        image_patches: NDArray[np.int64] | None = None,
+        copies: int = 1,
     ) -> SampleCosts:
-        """Costs of samples of `[num_samples]` padded tokens; what costs anything keeps a cost of at least 1.
+        """Costs of samples of `[num_samples]` padded tokens, rounded up.
 
+        `cp_size`: ranks that share every sample; costs are then those of each. `shift`: the least of the result's.
         `image_patches`: `[num_samples, 2]` int64, the sums of patches and of squared patches over a sample's images.
         `copies`: so many times the sum of all costs stays below 2**62.
         """
-        (unique, inverse), kinds = np.unique(lengths, return_inverse=True), self.by_kind()
+        unique, inverse = np.unique(lengths, return_inverse=True)
+        kinds = [kind.summed_over_cp(cp_size) for kind in self.by_kind()]
         # Python's integers: a sum passes int64 sooner.
         local = np.stack([kind.local_cost(unique).astype(object) for kind in kinds])
         expert = np.stack([kind.expert_linear * unique.astype(object) for kind in kinds])
@@ -287,18 +295,19 @@ class CostModel:
         images = np.stack([sums @ [kind.image_linear, kind.image_quadratic] for kind in kinds])
         launches = np.array([kind.per_microbatch for kind in kinds], dtype=object)
         totals = (local + expert) @ np.bincount(inverse).astype(object) + images.sum(axis=1) + launches * lengths.size
-        # One bit is left for the ones that rounding up below may add.
-        shift = max(0, (int(totals.max()) * copies).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
+        # Two bits are left for the ones that rounding up below may add.
+        bits = STAGE_BITS if self.stages else 0
+        shift = max(0, shift + bits, (int(totals.max()) * copies).bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
 
-        def scaled(costs: NDArray[Any]) -> NDArray[np.int64]:
-            return np.where(costs > 0, np.maximum(costs >> shift, 1), 0).astype(np.int64)
+        def scaled(costs: NDArray[Any], num_ranks: int = 1) -> NDArray[np.int64]:
+            return (-(-costs // (num_ranks << shift))).astype(np.int64)
 
         return SampleCosts(
-            scaled(local)[:, inverse],
+            scaled(local, cp_size)[:, inverse],
             scaled(expert)[:, inverse],
             scaled(images),
-            scaled(launches),
-            shift - (STAGE_BITS if self.stages else 0),
+            scaled(launches, cp_size),
+            shift - bits,
         )
 
 

@@ -1,6 +1,6 @@
 """A planning problem in integers: the costs and the room of its samples, at one context-parallel size or at every size.
 
-`make_batch` makes the `Batch` of `level_packing.py`. With dynamic context parallelism a micro-batch stands on a node of
+At one size it is the `Batch` of `level_packing.py`. With dynamic context parallelism a micro-batch stands on a node of
 a binary tree, or forest, of the `dp_size * cp_size` DP×CP ranks; the `2**level` ranks of a node share its samples. The
 cost of a sample of L tokens on each of c = 2**level ranks is, rounded up,
 
@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_balance.cost.model import MAX_TOTAL_COST, STAGE_BITS, StageCosts
+from megatron_balance.cost.model import SampleCosts, StageCosts
+from megatron_balance.cost.stages import STAGE_BITS
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import bound
 from megatron_balance.planner.level_packing import Batch
@@ -162,128 +162,88 @@ def first_ranks(cp_sizes: Ints) -> Ints:
     return ranks - ranks % np.maximum(cp_sizes, 1)
 
 
-def make_batch(problem: Problem) -> Batch:
-    """Lengths, cost model, ranks and limits in integers, at one context-parallel size.
+def batch_of(problem: Problem) -> Batch | SizedBatch:
+    """A global batch in integers: lengths, cost model, ranks and limits, at one size or at all of its topology.
 
     Images take no room in a micro-batch beside the tokens that they become.
     """
-    topology, cost_model, limits, images = problem.topology, problem.cost_model, problem.limits, problem.images
-    ep_dp_size = topology.ep_dp_size
-    if topology.dp_size % ep_dp_size:
-        raise BalanceError(
-            f"ep_size is {topology.ep_size}: expert-parallel groups of {ep_dp_size} data-parallel ranks "
-            f"do not divide dp_size {topology.dp_size}."
-        )
-    padded, (peers, stages) = topology.padded_seq_len(problem.segments), _waiting_and_stages(problem)
-    scaled = replace(cost_model, stages=stages).sample_costs(
-        padded,
-        image_patches=None if images is None else images.sums,
-        copies=max(peers.sync_size, peers.pipeline.num_stages * peers.pipeline.num_chunks),
-    )
-    tokens = sum_segments(padded, num_segments=problem.num_segments)
-    local, expert_cost = (
-        np.stack([sum_segments(kind, num_segments=problem.num_segments) for kind in kinds])
-        for kinds in (scaled.costs, scaled.expert_costs)
-    )
-    if ep_dp_size == 1:
-        # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
-        local, expert_cost = local + expert_cost, np.zeros_like(expert_cost)
-    has_phases = images is not None and peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
-    if images is not None and not has_phases:
-        local = local + scaled.image_costs
-    cap = limits.max_tokens_per_microbatch(topology)
-    if cap is not None:
-        cap = min(cap, max(int(tokens.sum()), 1))  # as good as none, and within int64
-    chunks = [kind for stage in peers.pipeline.kinds for kind in stage] or [0]
-
-    def mean(kinds: Ints) -> Ints:
-        return kinds[chunks].sum(axis=0) // len(chunks)
-
-    batch = Batch(
-        np.stack([scaled.image_costs[0], local[0]]) if has_phases else mean(local)[None],
-        expert_cost=mean(expert_cost),
-        weights=np.ones_like(tokens) if cap is None else np.minimum(tokens, cap + 1),
-        cap=cap or limits.micro_batch_size or 1,
-        num_ranks=topology.dp_size,
-        waiting=peers,
-        ep_dp_size=ep_dp_size,
-        per_microbatch=int(mean(scaled.per_microbatch)),
-        multiple=topology.microbatch_multiple,
-        shift=scaled.shift,
-    )
-    if stages is None:
-        return batch
-    rows = zip(local, expert_cost, scaled.per_microbatch.tolist(), strict=True)
-    kinds = (
-        replace(batch, costs=costs[None], expert_cost=expert, per_microbatch=fixed) for costs, expert, fixed in rows
-    )
-    return replace(batch, kinds=tuple(kinds))
-
-
-def make_sized_batch(problem: Problem) -> SizedBatch:
-    """Padded tokens and cost of every sample at every size, in integers."""
-    topology, cost_model, limits = problem.topology, problem.cost_model, problem.limits
-    if limits.micro_batch_size is not None or limits.max_tokens_per_gpu is None:
+    topology, limits, images = problem.topology, problem.limits, problem.images
+    ep_dp_size, sizes = topology.ep_dp_size, np.array(topology.dynamic_cp_sizes)
+    if topology.dynamic_cp and (limits.micro_batch_size is not None or limits.max_tokens_per_gpu is None):
         raise BalanceError(
             f"Limits.micro_batch_size is {limits.micro_batch_size} with Topology.dynamic_cp: sizes follow from a token "
             "cap, so set max_tokens_per_gpu alone."
         )
-    (peers, stages), sizes = _waiting_and_stages(problem), topology.dynamic_cp_sizes
-    unique, inverse, counts = np.unique(problem.segments, return_inverse=True, return_counts=True)
-    padded = [topology.with_cp_size(size).padded_seq_len(unique) for size in sizes]
-    models = replace(cost_model, stages=stages).by_kind()
-    if topology.ep_dp_size == 1:
-        models = [replace(kind, linear=kind.linear + kind.expert_linear, expert_linear=0) for kind in models]
-    tables = [
-        (
-            [kind.summed_over_cp(size).local_cost(tokens) for tokens, size in zip(padded, sizes, strict=True)],
-            [tokens.astype(object) * kind.expert_linear for tokens in padded],
-            kind.per_microbatch,
+    if not topology.dynamic_cp and topology.dp_size % ep_dp_size:
+        raise BalanceError(
+            f"ep_size is {topology.ep_size}: expert-parallel groups of {ep_dp_size} data-parallel ranks "
+            f"do not divide dp_size {topology.dp_size}."
         )
-        for kind in models
-    ]
-    # Upper bound: padding and communication grow with the size, and each sample may be a micro-batch by itself.
-    upper = max(
-        int((local[-1] + expert[-1]).astype(object) @ counts.astype(object))
-        + fixed * (problem.lengths.size + 1) * topology.dp_cp_size
-        for local, expert, fixed in tables
-    )
-    upper *= max(peers.sync_size, peers.pipeline.num_stages * peers.pipeline.num_chunks)
-    shift = max(0, upper.bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
+    peers, stages = _waiting_and_stages(problem)
+    pipeline, model = peers.pipeline, replace(problem.cost_model, stages=stages)
+    copies = max(peers.sync_size, pipeline.num_stages * pipeline.num_chunks)
+    if topology.dynamic_cp:
+        copies *= -(-topology.dp_cp_size // int(sizes[-1]))  # each sample may be a micro-batch of all ranks
+    padded, scaled, shift = list[Ints](), list[SampleCosts](), -STAGE_BITS
+    # Padding and exchange grow with the size, so that the largest has the largest costs.
+    for size in sizes[::-1].tolist():
+        tokens = topology.with_cp_size(size).padded_seq_len(problem.segments)
+        costs = model.sample_costs(
+            tokens,
+            cp_size=size if topology.dynamic_cp else 1,
+            shift=shift,
+            image_patches=None if images is None else images.sums,
+            copies=copies,
+        )
+        padded, scaled, shift = [tokens, *padded], [costs, *scaled], costs.shift
 
-    def sample_costs(costs: NDArray[Any], size: int) -> Ints:
-        """Costs on each of `size` ranks. Rounded up once, so that a larger size never costs less in all."""
-        per_rank = (-(-costs // (size << shift))).astype(np.int64)
-        return sum_segments(per_rank[inverse], num_segments=problem.num_segments)
+    def table(rows: list[Ints], axis: int = 0) -> Ints:
+        return sum_segments(np.stack(rows, axis=axis), num_segments=problem.num_segments)
 
-    samples = [sum_segments(tokens[inverse], num_segments=problem.num_segments) for tokens in padded]
-    tokens = np.stack([-(-tokens // size) for tokens, size in zip(samples, sizes, strict=True)])
-    kinds = [
-        SizedBatch(
-            np.stack([sample_costs(costs, size) for costs, size in zip(local, sizes, strict=True)]),
-            expert_cost=np.stack([sample_costs(costs, 1) for costs in expert]),
-            tokens=tokens,
-            cap=min(limits.max_tokens_per_gpu, max(int(tokens[0].sum()), 1)),  # as good as none, and within int64
-            per_microbatch=max(fixed >> shift, 1) if fixed else 0,
-            dp_cp_size=topology.dp_cp_size,
-            ep_dp_size=topology.ep_dp_size,
+    # [num_kinds, num_sizes, num_samples]
+    local, expert = table([costs.costs for costs in scaled], 1), table([costs.expert_costs for costs in scaled], 1)
+    fixed, tokens = scaled[0].per_microbatch, table(padded)
+    if ep_dp_size == 1:
+        # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
+        local, expert = local - (-expert // (sizes[:, None] if topology.dynamic_cp else 1)), np.zeros_like(expert)
+    if images is not None:
+        image_costs = scaled[0].image_costs[:, None]
+        has_phases = peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
+        local = np.concatenate([image_costs, local], axis=1) if has_phases else local + image_costs
+
+    def batch(local: Ints, expert: Ints, fixed: Any) -> Batch | SizedBatch:
+        if topology.dynamic_cp:
+            return SizedBatch(
+                local,
+                expert_cost=expert,
+                tokens=-(-tokens // sizes[:, None]),
+                cap=min(limits.max_tokens_per_gpu or 0, max(int(tokens[0].sum()), 1)),  # as good as none, in int64
+                per_microbatch=int(fixed),
+                dp_cp_size=topology.dp_cp_size,
+                ep_dp_size=ep_dp_size,
+                waiting=peers,
+                equal_counts=topology.has_equal_counts or problem.objective != "step",
+                multiple=topology.microbatch_multiple,
+                shift=shift,
+            )
+        cap = limits.max_tokens_per_microbatch(topology)
+        cap = cap and min(cap, max(int(tokens.sum()), 1))
+        return Batch(
+            local,
+            expert_cost=expert[0],
+            weights=np.ones_like(tokens[0]) if cap is None else np.minimum(tokens[0], cap + 1),
+            cap=cap or limits.micro_batch_size or 1,
+            num_ranks=topology.dp_size,
             waiting=peers,
-            equal_counts=topology.has_equal_counts or problem.objective != "step",
+            ep_dp_size=ep_dp_size,
+            per_microbatch=int(fixed),
             multiple=topology.microbatch_multiple,
-            shift=shift - (STAGE_BITS if stages else 0),
+            shift=shift,
         )
-        for local, expert, fixed in tables
-    ]
-    if stages is None:
-        return kinds[0]
-    chunks = [kinds[kind] for stage in stages.kinds for kind in stage]
-    return replace(
-        kinds[0],
-        costs=sum(kind.costs for kind in chunks) // len(chunks),
-        expert_cost=sum(kind.expert_cost for kind in chunks) // len(chunks),
-        per_microbatch=sum(kind.per_microbatch for kind in chunks) // len(chunks),
-        kinds=tuple(kinds),
-    )
+
+    chunks = [kind for stage in pipeline.kinds for kind in stage] or [0]
+    mean = batch(*(kinds[chunks].sum(axis=0) // len(chunks) for kinds in (local, expert, fixed)))
+    return mean if stages is None else replace(mean, kinds=tuple(map(batch, local, expert, fixed.tolist())))
 
 
 def _waiting_and_stages(problem: Problem) -> tuple[Waiting, StageCosts | None]:
@@ -299,8 +259,3 @@ def _waiting_and_stages(problem: Problem) -> tuple[Waiting, StageCosts | None]:
             )
         peers = replace(peers, pipeline=replace(peers.pipeline, kinds=stages.kinds))
     return peers, stages
-
-
-def batch_of(problem: Problem) -> Batch | SizedBatch:
-    """A global batch in integers, at one size or at all of its topology."""
-    return make_sized_batch(problem) if problem.topology.dynamic_cp else make_batch(problem)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.batch import SizedBatch, batch_of, make_batch
+from megatron_balance.planner.batch import SizedBatch, batch_of
 from megatron_balance.planner.dynamic_packing import plan_sizes
 from megatron_balance.planner.fixed_ranks import plan_on_ranks
 from megatron_balance.planner.level_packing import Batch, Plan, plan_slots
@@ -109,7 +109,8 @@ def balance(
     for kind in range(int(kind_of.max(initial=0)) + 1):
         ids = np.flatnonzero(kind_of == kind)
         if padded:
-            batch = make_batch(Problem.of(tokens[ids], objective=objective, **arguments))
+            batch = batch_of(Problem.of(tokens[ids], objective=objective, **arguments))
+            assert isinstance(batch, Batch)
             plan = plan_padded(batch, max_tokens=max_tokens, max_samples=max_samples, num_slots=num_microbatches)
         else:
             plan = build_data_schedule(

@@ -43,12 +43,12 @@ def as_integers(values: Sequence[int] | NDArray[Any], *, name: str, bits: int = 
 
 
 def sum_segments(values: Ints, *, num_segments: Ints | None) -> Ints:
-    """Sums over the segments of each sample, `[sum(num_segments)]` → `[num_samples]`; unchanged where None."""
+    """Sums over the segments of each sample, `[…, sum(num_segments)]` → `[…, num_samples]`; unchanged where None."""
     if num_segments is None:
         return values
-    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
+    sums = np.concatenate([np.zeros((*values.shape[:-1], 1), dtype=np.int64), np.cumsum(values, axis=-1)], axis=-1)
     ends = np.cumsum(num_segments)
-    return sums[ends] - sums[ends - num_segments]
+    return sums[..., ends] - sums[..., ends - num_segments]
 
 
 def number_groups(groups: Sequence[Hashable] | NDArray[Any], *, name: str = "groups") -> Ints:
