@@ -12,9 +12,9 @@ from recorded_runs import run_info
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
-from megatron_balance.cli.fit import measurements
 from megatron_balance.cost.calibration import Calibration, Fit, Measurements, fit_microbatches
 from megatron_balance.record import RecordWriter, StepRecord, read_record
+from megatron_balance.record.fit import measurements
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
 TRUTH = {"per_microbatch": 3e-3, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}

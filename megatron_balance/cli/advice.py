@@ -14,12 +14,12 @@ import numpy as np
 
 from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cli.data import recorded_batches
-from megatron_balance.cli.fit import fit_record
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
 from megatron_balance.cli.terminal import progress
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.rules import problems
 from megatron_balance.record import RunRecord
+from megatron_balance.record.fit import fit_record
 from megatron_balance.topology import Limits, Topology
 
 WORTH = 0.01  # a policy must gain this fraction to be worth its flags
