@@ -14,7 +14,7 @@ from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration, Fit, Measurements, fit_microbatches
 from megatron_balance.record import RecordWriter, StepRecord, read_record
-from megatron_balance.record.fit import measurements
+from megatron_balance.record.fit import fit_record, measurements
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
 TRUTH = {"per_microbatch": 3e-3, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
@@ -22,15 +22,23 @@ RATE = 0.7
 """Of attention, by which the FLOPs of the record are weighed: a unit of its core is 0.7 FLOPs."""
 
 
-def write_record(folder: Path, topology: Topology, *, num_steps: int, noise: float = 0.0, longest: int = 4000) -> Path:
+def write_record(
+    folder: Path,
+    topology: Topology,
+    *,
+    num_steps: int,
+    noise: float = 0.0,
+    longest: int = 4000,
+    cost_model: CostModel = FLOPS,
+) -> Path:
     """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
-    info = run_info(topology, limits=Limits(4096), cost_model=FLOPS, environment={"attention_rate": RATE})
+    info = run_info(topology, limits=Limits(4096), cost_model=cost_model, environment={"attention_rate": RATE})
     rng = np.random.default_rng(7)
     num_rows = topology.dp_cp_size if topology.dynamic_cp else topology.dp_size
     writers = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(num_rows)]
     for iteration in range(1, num_steps + 1):
         lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
-        schedule = build_data_schedule(lengths, cost_model=FLOPS, topology=topology, limits=info.limits)
+        schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=info.limits)
         writers[0].add_step(StepRecord.from_schedule(schedule, iteration=iteration))
         for rank, writer in enumerate(writers):
             sizes = schedule.cp_sizes[rank] if topology.dynamic_cp else [1] * schedule.num_microbatches
@@ -80,6 +88,26 @@ def test_known_seconds_come_back(
     told = re.search(r"r = ([\d.]+):", printed)
     assert told is not None
     assert float(told.group(1)) == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
+
+
+def test_plans_by_fitted_seconds_are_nearly_the_best(tmp_path: Path) -> None:
+    """Ten steps of a narrow model on long samples are fitted; the seconds of fifty others are those of TRUTH."""
+    topology, narrow = Topology(4), CostModel(linear=20_000, quadratic=1, per_microbatch=128 * 20_000)
+    record = read_record(write_record(tmp_path, topology, num_steps=10, noise=0.02, cost_model=narrow))
+    true = CostModel(per_microbatch=3_000_000, linear=4000, quadratic=3)  # nanoseconds of TRUTH
+    by_costs = {"default": narrow, "fitted": fit_record(record)[1].costs, "best": true}
+    seconds = dict.fromkeys(by_costs, 0.0)
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, 4000)
+        for name, costs in by_costs.items():
+            plan = build_data_schedule(lengths, cost_model=costs, topology=topology, limits=Limits(4096))
+            ranks = (
+                [seconds_of(lengths[list(slot)], topology=topology, size=1) for slot in slots] for slots in plan.ranks
+            )
+            seconds[name] += max(map(sum, ranks))
+    assert seconds["default"] > 1.02 * seconds["best"], seconds
+    assert seconds["fitted"] < 1.002 * seconds["best"], seconds
 
 
 def test_a_pipeline_pays_for_launches_on_every_stage(tmp_path: Path) -> None:

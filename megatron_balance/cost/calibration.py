@@ -75,19 +75,27 @@ class Calibration:
         shared = {name: round(share * cost) for name, cost in costs.terms().items()}
         return costs.with_terms(shared | {"per_microbatch": costs.per_microbatch})
 
+    def content(self) -> dict[str, Any]:
+        """What seconds.json holds."""
+        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
+        return content | {"origin": dict(self.origin)}
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> Calibration:
+        """Of what `content` returned; KeyError, TypeError or ValueError where it is none."""
+        if content["format"] != FORMAT:
+            raise ValueError(f"it is of the format {content['format']!r}")
+        return cls(CostModel.from_dict(content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
+
     def write(self, path: Path) -> None:
         """Write seconds.json."""
-        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
-        path.write_text(json.dumps(content | {"origin": dict(self.origin)}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
         """Read seconds.json; a file that is none is refused."""
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise ValueError(f"it is of the format {content['format']!r}")
-            return cls(CostModel.from_dict(content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
+            return cls.from_content(json.loads(path.read_text(encoding="utf-8")))
         except (ArithmeticError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read as {FORMAT!r}: {error}. Make it with this version's "
@@ -122,13 +130,15 @@ class Measurements:
 class Fit:
     """What was fitted: `[3]` seconds per micro-batch, token and unit of core, and the exchange in units of core.
 
-    `error` and `worst` are the median and largest relative error on steps that were not fitted.
+    `error` and `worst` are the median and largest relative error on steps that were not fitted; `planned_error` the
+    median of the costs that the run planned with, at the one rate that fits them.
     """
 
     coefficients: Floats
     exchange: float
     error: float
     worst: float
+    planned_error: float
 
 
 def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
@@ -160,13 +170,16 @@ def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
             candidate = min((fitted(rows, exchange) for exchange in tried), key=lambda fit: fit[0])
         return candidate[1:]
 
-    fold_of, errors = step_of % MAX_FOLDS, np.zeros_like(seconds)
+    costs = measured.features(planned) @ [cost_model.per_microbatch, linear, ratio is not None or not linear]
+    fold_of, errors, planned_errors = step_of % MAX_FOLDS, np.zeros_like(seconds), np.zeros_like(seconds)
     for fold in np.unique(fold_of):
-        coefficients, exchange = best(fold_of != fold)
         left_out = fold_of == fold
+        coefficients, exchange = best(~left_out)
         errors[left_out] = np.abs((measured.features(exchange) @ coefficients / seconds - 1)[left_out])
+        rate = fit_seconds(costs[~left_out, None], seconds=seconds[~left_out])
+        planned_errors[left_out] = np.abs((costs * rate / seconds - 1)[left_out])
     coefficients, exchange = best(np.ones_like(fold_of, dtype=np.bool_))
-    return Fit(coefficients, exchange, float(np.median(errors)), float(errors.max()))
+    return Fit(coefficients, exchange, float(np.median(errors)), float(errors.max()), float(np.median(planned_errors)))
 
 
 def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None) -> Floats:

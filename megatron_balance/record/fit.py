@@ -19,13 +19,26 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 
+MAX_ROUNDS = 5
+"""Fits, where ranks that meet contain one another's seconds: whose contain no waiting is what the one before says."""
+
 
 def fit_record(record: RunRecord) -> tuple[Fit, Calibration]:
     """The fit to a record, and as the seconds of the whole model on one rank; a BalanceError where too little ran."""
-    measured = measurements(record)
-    fit = fit_microbatches(measured, cost_model=record.info.cost_model)
-    longest = max(int(step.segments.max(initial=0)) for step in record.steps)
-    return fit, _costs(fit, info=record.info, longest=longest, num_measured=measured.seconds.size)
+    info, topology = record.info, record.info.topology
+    longest, sizes = max(int(step.segments.max(initial=0)) for step in record.steps), topology.model_parallel_size
+    for _ in range(MAX_ROUNDS):
+        measured = measurements(record)
+        fit = fit_microbatches(measured, cost_model=info.cost_model)
+        calibration = _costs(fit, info=info, longest=longest, num_measured=measured.seconds.size)
+        costs = calibration.cost_model(ep_size=topology.ep_size, model_parallel_size=sizes)
+        costs = replace(costs, stages=info.cost_model.stages)
+        steps = tuple(replace(step, cost_model=costs) for step in record.steps)
+        pairs = zip(steps, record.steps, strict=True)
+        if all(np.array_equal(ours.is_slowest, theirs.is_slowest) for ours, theirs in pairs):
+            break
+        record = record._replace(steps=steps)  # by these costs other ranks are the slowest of those that meet
+    return fit, calibration
 
 
 def measured_rates(fit: Fit, *, info: RunInfo) -> dict[str, float]:
