@@ -27,6 +27,7 @@ from megatron_balance.hooking import (
     quiet_imports,
 )
 from megatron_balance.mcore import sequence_mixers
+from megatron_balance.mcore.autotune import STATE
 from megatron_balance.mcore.loss_weights import weigh
 from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.microbatch import RunningStep as Step
@@ -88,6 +89,17 @@ def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
     @functools.wraps(add_megatron_arguments)
     def wrapper(parser: Any) -> Any:
         return add_balance_args(add_megatron_arguments(parser))
+
+    return wrapper
+
+
+def _with_state(check_checkpoint_args: Function) -> Function:
+    @functools.wraps(check_checkpoint_args)
+    def wrapper(checkpoint_args: Any, *positional: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        setattr(get_args(), STATE, getattr(checkpoint_args, STATE, None))
+        return check_checkpoint_args(checkpoint_args, *positional, **keywords)
 
     return wrapper
 
@@ -251,6 +263,13 @@ HOOKS = (
         wrap=_while_balancing(_schedule, run=_run_of_megatron),
         reason="train() asks it for the schedule of every step and passes the data iterator to that",
         until="train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point",
+    ),
+    Hook(
+        target="megatron.training.checkpointing:check_checkpoint_args",
+        parameters=("checkpoint_args",),
+        wrap=_with_state,
+        reason="Megatron saves its arguments, with what --balance-cost auto has found, and reads a few of them back",
+        until="Megatron hands the arguments of a checkpoint to those that asked for some",
     ),
     Hook(
         target="megatron.training.training:evaluate",

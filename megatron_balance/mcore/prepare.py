@@ -146,7 +146,7 @@ class StepBuilder:
         self.plans = evaluation_plans or PlanProcess(
             timeout=settings.peer_timeout / 2, warn=lambda text: warn_once(text, every_rank=True)
         )
-        self._limits = (evaluates and settings.eval_limits) or settings.limits
+        self._evaluates = evaluates
         self._dp_group = dp_group
         # Plans with dynamic context-parallel sizes take no images.
         has_images = cost_model.image_linear or cost_model.image_quadratic
@@ -269,7 +269,7 @@ class StepBuilder:
             image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
             cost_model=self.settings.costs.model,
             topology=self.topology,
-            limits=self._limits,
+            limits=(self._evaluates and self.settings.eval_limits) or self.settings.limits,
             objective=self.settings.objective,
             algorithm=self.settings.algorithm,
             home_ranks=gathered.home_ranks,

@@ -6,6 +6,7 @@ rank is raised on every rank of the world; every rank makes all groups in the sa
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_balance.hooking import Hook, Patches, install_hooks
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import refuse_bound_device, rendezvous_of_world
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
-from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
+from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of, timeout_of
 from megatron_balance.mcore.step import BalancedForwardBackward
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import log_info, start_log
@@ -119,7 +120,8 @@ def build_run(
     start_log()
     for line in settings.log_lines:
         log_info(line)
-    return BalancedForwardBackward(settings, args=args, num_steps_done=num_steps_done)
+    costs_of = functools.partial(run_costs, options, topology=settings.topology, shape=shape)
+    return BalancedForwardBackward(settings, args=args, num_steps_done=num_steps_done, costs_of=costs_of)
 
 
 def _announcement(settings: Settings, *, options: Options) -> dict[str, str]:

@@ -28,12 +28,13 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
+from megatron_balance.mcore.autotune import Autotuner
 from megatron_balance.mcore.lookahead import IteratorCache, PullAhead, StepThread, pull
 from megatron_balance.mcore.microbatch import CpGroups, RunningStep, connect
 from megatron_balance.mcore.pipeline_shapes import planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
-from megatron_balance.mcore.setup.settings import Settings
+from megatron_balance.mcore.setup.settings import RunCosts, Settings
 from megatron_balance.mcore.telemetry import Figures, Telemetry, figures_of, warn_of_oversized
 from megatron_balance.runtime.comm import PeerError, with_step_context
 from megatron_balance.runtime.failure import Failure, attempt, broadcast_step
@@ -49,14 +50,20 @@ Prepared = tuple[list[Any], BalancedStep]
 class BalancedForwardBackward:
     """Replaces the result of `get_forward_backward_func` while a run balances; every rank of the world makes one.
 
-    `args` are those of Megatron's own loop, `num_steps_done` is the count of another loop that may run a step again.
+    `args` are those of Megatron's own loop, `num_steps_done` is the count of another loop that may run a step again,
+    `costs_of` makes costs of a `calibration` that the run finds.
     `running` is the step that Megatron's schedule runs now. `totals` are those of the newest training step; `log_scale`
     the micro-batches of a rank that were loaded for it, over those that it ran with samples, in the mean: Megatron's
     log divides by the first.
     """
 
     def __init__(
-        self, settings: Settings, *, args: Namespace | None, num_steps_done: Callable[[], int] | None = None
+        self,
+        settings: Settings,
+        *,
+        args: Namespace | None,
+        num_steps_done: Callable[[], int] | None = None,
+        costs_of: Callable[..., RunCosts],
     ) -> None:
         topology, timeout = settings.topology, settings.timeout
         self._settings, self._args, self._is_sft = settings, args, bool(getattr(args, "sft", False))
@@ -85,6 +92,10 @@ class BalancedForwardBackward:
         if settings.eval_limits is not None:
             builder = StepBuilder(settings, **shared, evaluation_plans=builder.plans)
             self._evaluation = StepPrefetcher(builder, replica=replica, thread=training.thread)
+        self._autotuner: Autotuner | None = None
+        if settings.tuned_steps:
+            leaders = dp_group if layout.leads_replica() else None
+            self._autotuner = Autotuner(settings, leaders=leaders, replica=replica, costs_of=costs_of, args=args)
         self.cp_groups: CpGroups | None = None
         if topology.dynamic_cp:
             for_routers = settings.counts_router_tokens
@@ -160,6 +171,9 @@ class BalancedForwardBackward:
         candidates = iterators if isinstance(iterators, list) else [iterators]
         source = next((iterator for iterator in candidates if iterator is not None), None)
         source = source if prefetcher.builder.loads_data else None
+        tuner = self._autotuner if prefetcher is self._training else None
+        if tuner is not None:
+            self._use(tuner.begin(self._iteration))
         self.last_step = step = prefetcher.balance(source, num_microbatches=number)
         warn_of_oversized(step)
         telemetry = None
@@ -169,13 +183,28 @@ class BalancedForwardBackward:
             self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
         if telemetry is not None:
             telemetry.begin(step, iteration=self._iteration)
-        if self._settings.overlap and following is not None:
+        tunes = tuner is not None and tuner.measures(self._iteration)
+        if self._settings.overlap and following is not None and not tunes:  # it is planned by what this step shows
             prefetcher.prepare(source, num_microbatches=number, name=following)
+        seconds = None
         try:
-            return self._run(schedule, step, arguments, telemetry=telemetry)
+            losses = self._run(schedule, step, arguments, telemetry=telemetry)
         finally:
             if telemetry is not None:
-                telemetry.end()
+                seconds = telemetry.end(waits=tunes)
+        if tuner is not None and tunes:
+            self._use(tuner.end(step, iteration=self._iteration, seconds=seconds))
+        return losses
+
+    def _use(self, settings: Settings) -> None:
+        """Plan later steps by these settings."""
+        if settings is self._settings:
+            return
+        self._settings = self._training.builder.settings = settings
+        if self._evaluation is not None:
+            self._evaluation.builder.settings = settings
+        if self._telemetry is not None:
+            self._telemetry.use(settings)
 
     def _run(
         self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, telemetry: Telemetry | None

@@ -134,10 +134,25 @@ class Telemetry:
         """Measures a forward pass of the micro-batch of this number, or without one a backward pass."""
         return contextlib.nullcontext() if self._timer is None else self._timer.timed(number)
 
-    def end(self) -> None:
-        """Ends the step: later passes (evaluation) are not measured."""
-        self._timer = None
+    def use(self, settings: Settings) -> None:
+        """Later steps are planned by these settings."""
+        self._settings = settings
+        if self._logs and self._record is not None:
+            info = run_info(settings, args=self._args)
+            self._record.add(lambda writer: writer.add_info(info))
+
+    def end(self, *, waits: bool = False) -> NDArray[np.float64] | None:
+        """Ends the step: later passes (evaluation) are not measured.
+
+        Where the caller `waits` for the device, the seconds of its micro-batches, if they were measured.
+        """
+        timer, self._timer = self._timer, None
+        seconds = timer.seconds(self._unread[-1][0].num_microbatches, waits=True) if timer and waits else None
         self._read_timers()
+        self._write_figures()
+        return seconds
+
+    def _write_figures(self) -> None:
         args, figures, self._figures = self._args, self._figures, {}
         if args is None or not figures or self._newest_iteration % args.tensorboard_log_interval:
             return
@@ -186,22 +201,8 @@ class Telemetry:
 
     def _open_record(self) -> RecordWriter:
         """The writer of this rank's part of the record."""
-        settings, coords, costs, info = self._settings, self._coords, self._settings.costs, None
-        if self._logs:
-            rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
-            granularity = getattr(self._args, "recompute_granularity", None)
-            recompute = {} if granularity is None else {"recompute": granularity}
-            info = RunInfo(
-                topology=settings.topology,
-                limits=settings.limits,
-                cost_model=costs.model,
-                cost_name=costs.name,
-                objective=resolve_objective(settings.objective, topology=settings.topology),
-                policy=settings.policy,
-                environment=environment(device_kind()) | rate | recompute,
-                row_tokens=settings.row_tokens,
-                num_rows=settings.num_rows,
-            )
+        settings, coords = self._settings, self._coords
+        info = run_info(settings, args=self._args) if self._logs else None
         rank = coords.dp * settings.topology.cp_size + coords.cp if settings.topology.dynamic_cp else coords.dp
         return RecordWriter(Path(settings.record or ""), rank=rank, info=info, resume=settings.resumes)
 
@@ -227,6 +228,24 @@ class Telemetry:
                 self._record.add(functools.partial(RecordWriter.add_cap, measured_cap=int(memory[:, 2].min())))
         tokens = [n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)]
         self._max_tokens = max([self._max_tokens, *tokens])
+
+
+def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
+    """What a record says of a run; `args` are those of Megatron's loop."""
+    costs, granularity = settings.costs, getattr(args, "recompute_granularity", None)
+    rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
+    recompute = {} if granularity is None else {"recompute": granularity}
+    return RunInfo(
+        topology=settings.topology,
+        limits=settings.limits,
+        cost_model=costs.model,
+        cost_name=costs.name,
+        objective=resolve_objective(settings.objective, topology=settings.topology),
+        policy=settings.policy,
+        environment=environment(device_kind()) | rate | recompute,
+        row_tokens=settings.row_tokens,
+        num_rows=settings.num_rows,
+    )
 
 
 def _peak_and_cap(max_tokens: int) -> tuple[int, int, int]:
@@ -406,11 +425,15 @@ class StepTimer:
         """True if the device has passed the last mark; does not wait."""
         return not self._on_gpu or not self._passes or self._passes[-1][-1].query()
 
-    def seconds(self, num_microbatches: int) -> NDArray[np.float64] | None:
+    def seconds(self, num_microbatches: int, *, waits: bool = False) -> NDArray[np.float64] | None:
         """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
+
+        Once `is_finished`, or where the caller `waits` for the device.
 
         `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
         """
+        if waits and self._on_gpu and self._passes:
+            self._passes[-1][-1].synchronize()
         forward: list[tuple[int, float]] = []
         backward: list[float] = []
         for number, start, end in self._passes:

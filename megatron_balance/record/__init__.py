@@ -8,6 +8,7 @@ from megatron_balance.record.run_record import (
     is_record,
     line_of,
     read_record,
+    step_of,
 )
 from megatron_balance.record.step import StepRecord
 from megatron_balance.record.writing import RecordThread, RecordWriter, text_of
@@ -23,5 +24,6 @@ __all__ = [
     "is_record",
     "line_of",
     "read_record",
+    "step_of",
     "text_of",
 ]

@@ -1,6 +1,6 @@
 """Reads the record of a run: JSON lines, each an object with a `kind`.
 
-    run             ranks, limits, cost model, objective, what it ran on; the first line
+    run             ranks, limits, cost model, objective, what it ran on; the first line, and where a run changes them
     step            lengths of a step, slots of its samples, ranks that share each micro-batch, time spent planning
     seconds         seconds of one data-parallel rank's micro-batches in one step
     memory          the cap that would leave a tenth of every device free, by the peaks of the first steps
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,7 +200,9 @@ def read_record(path: Path) -> RunRecord:
                 raise BalanceError(f"{str(file)!r}, {damage}: remove the line to read the others.") from error
     if info is None:
         raise BalanceError(f"{problem}: the file is empty.")
-    return RunRecord(info, tuple(steps[iteration] for iteration in sorted(steps)), measured_cap)
+    # A run that learns its costs has planned its first steps by others: all are judged by the newest.
+    newest = (replace(steps[iteration], cost_model=info.cost_model) for iteration in sorted(steps))
+    return RunRecord(info, tuple(newest), measured_cap)
 
 
 def is_record(path: Path) -> bool:

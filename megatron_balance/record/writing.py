@@ -67,13 +67,17 @@ class RecordWriter:
         self._seconds = _open(folder / f"seconds_rank{rank:05d}.jsonl", resume=resume)
         self._plans = None if info is None else _open(folder / PLAN, resume=resume)
         if info is not None:
-            self._add_plan(info.line())
+            self.add_info(info)
 
     def close(self) -> None:
         """Close the files."""
         self._seconds.close()
         if self._plans is not None:
             self._plans.close()
+
+    def add_info(self, info: RunInfo) -> None:
+        """Write what the steps that follow share."""
+        self._add_plan(info.line())
 
     def add_step(self, step: StepRecord) -> None:
         """Write the plan of one step."""

@@ -125,7 +125,13 @@ def broadcast_step(
     digest = NO_DIGEST if make_text is None else digest
     if _all_equal(digest, group=group, operation=operation, template=_OTHER_DATA, error=error):
         return ""
-    content = bytearray(make_text().encode() if make_text is not None and group.rank() == 0 else b"")
+    text = make_text() if make_text is not None and group.rank() == 0 else ""
+    return broadcast_text(text, group=group, operation=operation)
+
+
+def broadcast_text(text: str, *, group: dist.ProcessGroup, operation: str) -> str:
+    """The text, not empty, of the first rank of a group; others give any."""
+    content = bytearray(text.encode())
     size = torch.tensor([len(content)])
     with waiting_for(operation, group=group):
         dist.broadcast(size, group=group, group_src=0)

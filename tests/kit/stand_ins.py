@@ -122,6 +122,43 @@ def device_memory(watch: Watch) -> None:
     torch.cuda.max_memory_reserved = lambda: (30 + 10 * rank) * gib
 
 
+def made_up_seconds(
+    watch: Watch, *, launch: float, token: float, squared: float, waits: bool = False, noise: float = 0.0
+) -> None:
+    """Have micro-batches take so many seconds, a token and a squared token, whatever this machine does.
+
+    Ranks that meet within a micro-batch take as long as the slowest of all where the run `waits`; experts are shared.
+    """
+    from megatron_balance.mcore import telemetry
+
+    stock = telemetry.Telemetry.begin
+
+    def begin(self: Any, step: Any, *, iteration: int) -> None:
+        stock(self, step, iteration=iteration)
+        if self._timer is not None:
+            self._timer.step = step, iteration
+
+    def seconds(timer: Any, num_microbatches: int, **_: Any) -> Any:
+        step, iteration = timer.step
+        plan = step.schedule
+        lengths = plan.lengths.astype(float)
+        costs, width = plan.cost_model, plan.topology.ep_dp_size
+        experts = costs.expert_linear / (costs.linear + costs.expert_linear) if width > 1 else 0.0
+        tokens, squares = (
+            np.bincount(plan.microbatch_of, of, plan.cp_size_grid.size).reshape(plan.cp_size_grid.shape)
+            for of in (lengths, lengths**2)
+        )
+        means = tokens.reshape(-1, width, tokens.shape[1]).mean(axis=1).repeat(width, axis=0)
+        grid = launch + token * ((1 - experts) * tokens + experts * means) + squared * squares
+        grid *= np.exp(noise * np.random.default_rng(iteration).standard_normal(grid.shape))
+        if waits:
+            grid[:] = grid.max(axis=0)
+        return grid[mpu.get_data_parallel_rank(), :num_microbatches]
+
+    telemetry.Telemetry.begin = begin  # type: ignore[method-assign]
+    telemetry.StepTimer.seconds = seconds  # type: ignore[method-assign]
+
+
 def mtp_attention(watch: Watch | None = None) -> None:
     """Give layers of multi-token prediction an attention that takes packed sequences on a CPU.
 

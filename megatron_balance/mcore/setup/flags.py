@@ -82,9 +82,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--no-balance-dynamic-cp", action="store_const", const=None, dest="balance_dynamic_cp", help="Take it back.")
     add(
         "--balance-cost",
-        metavar="tokens|flops|FILE",
+        type=_cost,
+        metavar="tokens|flops|auto[:K]|FILE",
         help="The cost of a sample: its tokens (the default), the FLOPs of this run's model, or the seconds of a "
-        "seconds.json (megatron-balance fit). With FLOPs and seconds packs are of even cost, not filled first-fit.",
+        "seconds.json (megatron-balance fit). auto: FLOPs, and after K steps (10) the seconds of the last ten, unless "
+        "they predict steps left out of the fit worse. With FLOPs and seconds packs are of even cost, not filled "
+        "first-fit.",
     )
     by_flops: dict[str, Any] = {"action": "store_const", "dest": "balance_cost"}
     add("--balance-by-flops", const="flops", help="The same as --balance-cost flops.", **by_flops)
@@ -153,6 +156,13 @@ def _word_or_number(word: str, *, is_valid: Callable[[int], bool], error: str) -
         return int(text)
 
     return value
+
+
+def _cost(text: str) -> str:
+    word, colon, number = text.partition(":")
+    if word == "auto" and colon and not (number.isdecimal() and int(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} names no number of steps: give auto:10, or auto for as many")
+    return text
 
 
 def _rate(text: str) -> float:

@@ -34,6 +34,10 @@ CAUTIONS, UNTRIED = "Cautions", "Not tried on a GPU"
 """Subjects of rules that are no refusals."""
 
 
+TUNED_STEPS = 10
+"""Steps that `auto` settings are found from."""
+
+
 class Term(NamedTuple):
     """One term: the options that it is about, it as pages show it, and when it holds."""
 
@@ -74,6 +78,12 @@ def dynamic_cp_problem(options: Options) -> str | None:
 def nothing_balances(options: Options) -> bool:
     """True if no balance flag is set."""
     return not (options.get("use_dynamic_batch_size") or options.get("balance_data"))
+
+
+def tuned_steps(options: Options) -> int:
+    """The steps of `--balance-cost auto`; 0 for other costs."""
+    word, _, number = str(options.get("balance_cost")).partition(":")
+    return int(number or TUNED_STEPS) if word == "auto" else 0
 
 
 def holds(condition: str, options: Options) -> bool:
@@ -250,6 +260,7 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "delta_net": ((*_VARIANTS, *_PATTERNS), has_delta_net),
     "mamba": (_PATTERNS, _layers("M")),
     "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
+    "auto_costs": (("balance_cost",), lambda options: tuned_steps(options) > 0),
     "stock_evaluation": (
         (),
         lambda options: options["balance_evaluation"] is False or options["balance_dynamic_cp"] is not None,

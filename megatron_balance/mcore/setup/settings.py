@@ -26,7 +26,7 @@ from megatron_balance.cost.rates import (
 from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
-from megatron_balance.mcore.setup.rules import Options, cautions, has_delta_net, holds
+from megatron_balance.mcore.setup.rules import Options, cautions, has_delta_net, holds, tuned_steps
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import device_nbytes, ranks_of_node
@@ -77,6 +77,7 @@ class Settings:
     policy: str = ""
     row_tokens: int | None = None
     num_rows: int | None = None
+    tuned_steps: int = 0  # after which `--balance-cost auto` takes the costs of their seconds
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
     log_lines: tuple[str, ...] = field(default=(), repr=False)
@@ -122,6 +123,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         policy=policy_of(options),
         row_tokens=options.get("seq_length") if _fills_rows(options) else None,
         num_rows=options.get("global_batch_size"),
+        tuned_steps=tuned_steps(options),
         resumes=bool(options.get("load") and options.get("iteration")),
         log_lines=(
             *log_lines,
@@ -190,10 +192,17 @@ def _limits(options: Options, micro_batch_size: int, *, topology: Topology) -> L
 
 
 def run_costs(
-    options: Options, *, topology: Topology, shape: Callable[[], ModelShape], cost: CostModel | None = None
+    options: Options,
+    *,
+    topology: Topology,
+    shape: Callable[[], ModelShape],
+    cost: CostModel | None = None,
+    calibration: Calibration | None = None,
 ) -> RunCosts:
-    """The costs that balance flags choose; `cost` is one in place of FLOPs."""
+    """The costs that balance flags choose; `cost` is one in place of FLOPs, `calibration` one of the run's own."""
     name = options.get("balance_cost") or "tokens"
+    if tuned_steps(options) and calibration is None:
+        name = "flops"
     receiving = "receiving a token's keys and values from context-parallel ranks"
     stages: dict[str, Any] = {}
     if name != "flops" and topology.pp_size > 1:
@@ -203,10 +212,10 @@ def run_costs(
         line = f"{receiving}: not counted beside tokens: add --balance-cost flops."
         return RunCosts(resolve_cost("tokens", **stages), log_lines=(line,) if topology.dynamic_cp else ())
     log_lines: list[str] = []
-    calibration = rate = None
+    rate = None
     advice = ""
     if name != "flops":
-        calibration = Calibration.read(Path(name))
+        calibration = calibration or Calibration.read(Path(name))
         cost = resolve_cost(
             calibration, ep_size=topology.ep_size, model_parallel_size=topology.model_parallel_size, **stages
         )

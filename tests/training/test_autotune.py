@@ -1,0 +1,119 @@
+"""Settings that a run finds by itself: costs by its own seconds, taken by all ranks at one step, and kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from kept_runs import KeptRuns, Run
+from table import BY_TOKENS, MODELS, RECORDED, ROWS, StandIns
+from test_matrix import microbatches
+
+from megatron_balance.record import read_record
+
+NUM_STEPS, TUNED = 7, 4
+SECONDS = {"launch": 2e-3, "token": 1e-5, "squared": 1e-6}
+"""Of a narrow model on long samples: attention takes longer than all else from ten tokens on."""
+
+
+def made_up(**changes: Any) -> StandIns:
+    return (("stand_ins:made_up_seconds", SECONDS | changes),)
+
+
+def tuned(train: KeptRuns, balance: str = f"auto:{TUNED}", *, stock: str = ROWS[0].stock, **keywords: Any) -> Run:
+    """A run of NUM_STEPS steps, in place of the three of the table."""
+    keywords = {"stand_ins": made_up(), **keywords}
+    flags = f"{stock} --train-iters {NUM_STEPS} --eval-iters 0 {BY_TOKENS} --balance-cost {balance}"
+    return train(flags, **keywords)
+
+
+def lines_of(run: Run) -> list[str]:
+    return [line for line in run.log(0).splitlines() if "--balance-cost auto" in line]
+
+
+SAVED = f"auto:{TUNED} {RECORDED} --save {{run}}/checkpoints --save-interval 1 --ckpt-format"
+
+
+@pytest.fixture(scope="module")
+def whole(train: KeptRuns) -> Run:
+    """A run that saves a checkpoint after every step."""
+    return tuned(train, f"{SAVED} torch")
+
+
+def test_plans_follow_the_seconds_after_some_steps(train: KeptRuns, whole: Run) -> None:
+    by_flops = tuned(train, "flops")
+    for ours, theirs in zip(microbatches(whole), microbatches(by_flops), strict=True):
+        assert ours[:TUNED] == theirs[:TUNED]
+        assert ours[TUNED:] != theirs[TUNED:]
+    info = read_record(whole.folder / "record").info
+    assert info.cost_name == "seconds"
+    assert info.cost_model.per_microbatch == pytest.approx(SECONDS["launch"] * 1e18, rel=0.01)
+    assert info.cost_model.quadratic == pytest.approx(SECONDS["squared"] * 1e18, rel=0.01)
+    (line,) = lines_of(whole)
+    assert "a micro-batch takes 0.002 s, a token 1e-05 s and a squared token 1e-06 s" in line
+    assert re.search(r"off by 0\.\d% on steps that were left out of the fit, the costs in use by [1-9]\d\.\d%", line)
+    assert f"Plans follow from step {TUNED + 1} on" in line
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS))
+def test_a_run_that_ends_after_any_step_goes_on_with_the_same_plans(train: KeptRuns, whole: Run, step: int) -> None:
+    """Costs are found, or what they are found from, in the checkpoint; microbatches are compared one by one."""
+    resumed = tuned(train, f"auto:{TUNED} --load {whole.folder}/checkpoints --ckpt-step {step} --ckpt-format torch")
+    assert microbatches(resumed) == [steps[step:] for steps in microbatches(whole)]
+    for key in ("lm_loss", "grad_norm"):
+        assert [row[key] for row in resumed.steps] == [row[key] for row in whole.steps[step:]]
+    (line,) = lines_of(resumed)
+    assert ("the costs that the run had found" in line) == (step >= TUNED)
+
+
+def test_costs_are_found_again_where_that_is_asked_for(train: KeptRuns, whole: Run) -> None:
+    again = tuned(train, f"auto:3 --load {whole.folder}/checkpoints --ckpt-step {TUNED} --ckpt-format torch")
+    kept, found = lines_of(again)
+    assert "the costs that the run had found" in kept
+    assert f"steps {TUNED + 1} to {TUNED + 3}:" in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ranks"),
+    [
+        pytest.param("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4, id="PP"),
+        pytest.param("--context-parallel-size 2", 4, id="CP2", marks=pytest.mark.slow),
+        pytest.param("--balance-dynamic-cp", 4, id="dynamic-cp", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_of_a_replica_take_the_costs(train: KeptRuns, flags: str, num_ranks: int) -> None:
+    whole = tuned(train, f"{SAVED} torch_dist {flags}", num_ranks=num_ranks)
+    (line,) = lines_of(whole)
+    assert f"Plans follow from step {TUNED + 1} on" in line
+    load = f"auto:{TUNED} {flags} --load {whole.folder}/checkpoints --ckpt-format torch_dist --ckpt-step"
+    for step in (TUNED - 1, TUNED):
+        resumed = tuned(train, f"{load} {step}", num_ranks=num_ranks)
+        assert microbatches(resumed) == [steps[step:] for steps in microbatches(whole)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_seconds_of_experts_contain_waiting_for_peers(train: KeptRuns, waits: bool) -> None:
+    """In each micro-batch all ranks take as long as the slowest: the others' seconds say nothing."""
+    stock = f"{ROWS[0].stock} {MODELS['moe']} --expert-model-parallel-size 2"
+    run = tuned(train, f"auto:{NUM_STEPS} {RECORDED}", stock=stock, stand_ins=made_up(waits=waits))
+    costs = read_record(run.folder / "record").info.cost_model
+    assert costs.quadratic == pytest.approx(SECONDS["squared"] * 1e18, rel=0.03)
+    assert costs.per_microbatch == pytest.approx(SECONDS["launch"] * 1e18, rel=0.15)
+
+
+def test_costs_stay_where_fitted_ones_predict_worse(train: KeptRuns) -> None:
+    costs = read_record(tuned(train, f"flops {RECORDED}").folder / "record").info.cost_model
+    true = {"launch": costs.per_microbatch, "token": costs.linear, "squared": costs.quadratic}
+    seconds = {name: cost * 1e-9 for name, cost in true.items()}
+    run = tuned(train, stand_ins=made_up(**seconds, noise=0.2))
+    (line,) = lines_of(run)
+    assert re.search(r"costs stay as they are: fitted ones are off by \d+\.\d% on steps that were left out", line)
+    assert microbatches(run) == microbatches(tuned(train, "flops"))
+
+
+def test_costs_stay_where_too_few_steps_were_measured(train: KeptRuns) -> None:
+    run = tuned(train, "auto:2")
+    (line,) = lines_of(run)
+    assert "costs stay as they are: the record has" in line
+    assert microbatches(run) == microbatches(tuned(train, "flops"))
