@@ -14,7 +14,7 @@ from megatron_balance.mcore.prepare import StepBuilder
 from megatron_balance.runtime import exchange
 
 STAGES = {
-    "gather": (prepare, "gather_sample_lengths"),
+    "gather": (prepare, "gather_lengths"),
     "plan": (StepBuilder, "_plan"),
     "write": (exchange, "_write"),
     "exchange": (exchange, "exchange_parts"),

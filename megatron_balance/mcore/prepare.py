@@ -39,7 +39,7 @@ from megatron_balance.runtime.gather import (
     NUM_REPORTED,
     GatheredLengths,
     Header,
-    gather_sample_lengths,
+    gather_lengths,
     image_patches,
 )
 from megatron_balance.runtime.log import warn_once
@@ -174,7 +174,7 @@ class StepBuilder:
         samples = Samples.of([]) if isinstance(samples, Failure) else samples
         reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
         try:
-            gathered = gather_sample_lengths(
+            gathered = gather_lengths(
                 samples,
                 group=group,
                 error=None if failure is None else failure.text,

@@ -4,8 +4,9 @@ Without the check a rank whose data raised an error would leave its peers in the
 hash of its announcement: error, settings and schema. Where two differ, all ranks read all announcements, and adopt the
 one schema or raise one error.
 
-The values of a rank are for each sample its length, the entries of its ragged keys, and its further values. One all_gather brings a row of
-`HEADER_FIELDS + row_values` int64 a rank (1 KiB by default), a second one what did not fit on some rank.
+The values of a rank are for each sample its length, the entries of its ragged keys, and its further values. One
+all_gather brings a row of `HEADER_FIELDS + row_values` int64 a rank (1 KiB by default), a second one what did not fit
+on some rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import patches_of_grids
@@ -79,7 +80,7 @@ class GatheredLengths:
     values: NDArray[np.int64]
 
 
-def gather_sample_lengths(
+def gather_lengths(
     samples: Sequence[Sample] | Samples,
     *,
     group: dist.ProcessGroup,
@@ -90,7 +91,8 @@ def gather_sample_lengths(
     """Gather the lengths of all ranks' samples, and check that they go together.
 
     Args:
-        samples: of this rank; may be empty. `Samples.values` are as many on every rank.
+        samples: of this rank; may be empty. A rank without samples and schema adopts the schema of the others.
+            `Samples.values` are as many on every rank.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         error: in this rank's data. It is raised here, on every rank.
         header: of this rank, in a run of steps.
@@ -106,40 +108,8 @@ def gather_sample_lengths(
         columns = Samples.of(samples)
     except BalanceError as damaged:
         error = error or str(damaged)
-    return gather_lengths(
-        columns.lengths,
-        ragged_lengths=columns.ragged_lengths,
-        group=group,
-        schema=columns.schema,
-        error=error,
-        values=columns.values,
-        header=header,
-        device=device,
-    )
-
-
-def gather_lengths(
-    local_lengths: ArrayLike,
-    *,
-    group: dist.ProcessGroup,
-    ragged_lengths: ArrayLike = (),
-    schema: SampleSchema | None = None,
-    error: str | None = None,
-    values: NDArray[np.int64] | None = None,
-    header: Header = Header(),
-    device: Device = "cpu",
-) -> GatheredLengths:
-    """`gather_sample_lengths` without samples.
-
-    `ragged_lengths` are `[num_local_samples, num_ragged]`, `values` `[num_local_samples, k]` with one k on all ranks. A
-    rank without samples and schema adopts that of the others.
-    """
-    table = np.zeros((0, 1), dtype=np.int64)
-    if error is None:
-        lengths = np.asarray(local_lengths, dtype=np.int64).reshape(-1, 1)
-        ragged = np.array(ragged_lengths, dtype=np.int64)
-        ragged = ragged.reshape(len(lengths), 0 if schema is None else schema.num_ragged)
-        table = np.hstack([lengths, ragged, *([] if values is None else [values])])
+    schema, values = columns.schema, [] if columns.values is None else [columns.values]
+    table = np.hstack([columns.lengths[:, None], columns.ragged_lengths, *values])
     sent = table.ravel()
 
     announcement = json.dumps([error, {**header.settings}, None if schema is None else schema.to_text()]).encode()
@@ -164,7 +134,9 @@ def gather_lengths(
         schema = _common_schema(texts, group=group)
 
     num_ragged = 0 if schema is None else schema.num_ragged
-    num_columns, num_samples = 1 + num_ragged + (0 if values is None else values.shape[1]), headers[:, NUM_SAMPLES]
+    # A rank without samples may have learned of ragged keys only now.
+    num_columns = 1 + num_ragged + sum(column.shape[1] for column in values)
+    num_samples = headers[:, NUM_SAMPLES]
     padded, max_values = headers[:, HEADER_FIELDS:], int(num_samples.max()) * num_columns
     if max_values > header.row_values:
         row = np.zeros(max_values - header.row_values, dtype=np.int64)

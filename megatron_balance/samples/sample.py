@@ -64,16 +64,6 @@ class Sample:
         """Tokens (`original_seq_len`)."""
         return len(next(iter(self.per_token.values())))
 
-    @property
-    def ragged_lengths(self) -> tuple[int, ...]:
-        """Entries of each ragged key, in the schema's order."""
-        return tuple(len(self.ragged[name]) for name in sorted(self.ragged))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the sample's tensors."""
-        return next(iter(self.per_token.values())).device
-
 
 Kind = Literal["per_token", "per_sample", "ragged"]
 KINDS: tuple[Kind, ...] = ("per_token", "per_sample", "ragged")

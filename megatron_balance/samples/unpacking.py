@@ -213,7 +213,7 @@ def _check_loss_kept(has_loss: NDArray[np.bool_], *, starts: Ints, stops: Ints, 
 
 _BRIDGE_KEYS = (
     *("cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "max_seqlen", "padding_mask"),
-    *("cu_seqlens_argmin", "cu_seqlens_unpadded_argmin", "total_tokens", "token_count"),
+    *("total_tokens", "token_count"),
 )
 """Keys that follow from the others, and are made again with each pack or read by nobody."""
 
@@ -222,8 +222,7 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch of Megatron-Bridge with `cu_seqlens` and `cu_seqlens_padded`; another batch unchanged.
 
     Its data sets and forward steps (`megatron/bridge/training/gpt_step.py`, 0.6.2) name the arguments of attention:
-    `cu_seqlens_q` and `cu_seqlens_kv`, both with `_padded` where sequences are padded. Older data sets have
-    `cu_seqlens` filled up with -1 behind `cu_seqlens_argmin` entries, and `cu_seqlens_unpadded`.
+    `cu_seqlens_q` and `cu_seqlens_kv`, both with `_padded` where sequences are padded.
     """
     batch = {name: value for name, value in batch.items() if value is not None}
     for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
@@ -233,20 +232,11 @@ def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} and {key_name} differ: sequences that attend to other sequences are not moved between ranks; "
                 "train without balancing."
             )
-    if "cu_seqlens_q" in batch:
-        starts = {"cu_seqlens": batch.pop("cu_seqlens_q"), "cu_seqlens_padded": batch.pop("cu_seqlens_q_padded", None)}
-    elif "cu_seqlens_unpadded" in batch:
-        starts = {"cu_seqlens": batch.pop("cu_seqlens_unpadded"), "cu_seqlens_padded": batch.pop("cu_seqlens")}
-    elif "cu_seqlens_argmin" in batch:
-        starts = {"cu_seqlens": batch.pop("cu_seqlens")}
-    else:
+    if "cu_seqlens_q" not in batch:
         return batch
+    starts = {"cu_seqlens": batch.pop("cu_seqlens_q"), "cu_seqlens_padded": batch.pop("cu_seqlens_q_padded", None)}
     batch = {name: value for name, value in batch.items() if name not in _BRIDGE_KEYS}
-    for name, bounds in starts.items():
-        if bounds is not None:
-            rows = bounds.view(-1, bounds.shape[-1])
-            batch[name] = torch.where(rows < 0, rows.amax(1, keepdim=True), rows)  # each row's last value fills it up
-    return batch
+    return batch | {name: value.view(-1, value.shape[-1]) for name, value in starts.items() if value is not None}
 
 
 ATTENTION_MASK = "attention_mask"

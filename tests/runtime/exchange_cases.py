@@ -17,8 +17,8 @@ from megatron_balance.mcore.microbatch import connect
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import broadcast_step
-from megatron_balance.runtime.gather import Header, gather_lengths, gather_sample_lengths
-from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.runtime.gather import Header, gather_lengths
+from megatron_balance.samples.sample import KeySpec, Sample, Samples, SampleSchema
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
@@ -96,7 +96,7 @@ def reroute(
     everything = [[sample_of(length, rng) for length in of_rank] for of_rank in lengths]
     flat = [sample for of_rank in everything for sample in of_rank]
     mine = everything[group.rank()]
-    gathered = gather_sample_lengths(mine, group=group)
+    gathered = gather_lengths(mine, group=group)
     assert gathered.lengths.tolist() == [length for of_rank in lengths for length in of_rank]
     assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
     sample_ids = None if copies is None else np.array(copies)
@@ -132,14 +132,14 @@ def reroute_random(count: int) -> int:
 def gather_many(num_samples: int, num_ragged: int) -> None:
     """Many more values than one message holds, on rank 1 only."""
     group, keys = world(), [f"ragged_{number}" for number in range(num_ragged)]
-    schema = SampleSchema.of(Sample({"tokens": torch.zeros(1)}, ragged={key: torch.zeros(1) for key in keys}))
-    tables = [
-        np.arange(num_samples * (1 + num_ragged) if rank == 1 else 2 + 2 * num_ragged).reshape(-1, 1 + num_ragged)
-        for rank in range(group.size())
-    ]
+    numbers = [num_samples if rank == 1 else 2 for rank in range(group.size())]
+    tables = [np.arange(number * (1 + num_ragged)).reshape(number, -1) % 7 for number in numbers]
     mine, header = tables[group.rank()], Header()
+    columns = {key: [torch.zeros(size) for size in sizes] for key, sizes in zip(keys, mine[:, 1:].T, strict=True)}
+    schema = SampleSchema(tuple(KeySpec(key, dtype=torch.float32, kind="ragged") for key in keys))
+    samples = Samples(schema, columns, mine[:, 0])
     for _ in range(2):  # the second time in one message, which has room for the most values of any rank
-        gathered = gather_lengths(mine[:, 0], ragged_lengths=mine[:, 1:], group=group, schema=schema, header=header)
+        gathered = gather_lengths(samples, group=group, header=header)
         expected = np.concatenate(tables)
         assert np.array_equal(np.column_stack([gathered.lengths, gathered.ragged_lengths]), expected)
         header = Header(row_values=gathered.next_row_values)
@@ -159,11 +159,11 @@ def exchanged_parts(*, collective: bool) -> list[int]:
 
 def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
     """This rank's number of samples is another in each of two gathers; the room of the second, and its lengths."""
-    group, schema = world(), SampleSchema.of(Sample({"tokens": torch.zeros(1, dtype=torch.int64)}))
-    header = Header()
+    group, header = world(), Header()
     for step in range(2):
-        lengths = np.arange(numbers[dist.get_rank() ^ step]) + 1
-        gathered = gather_lengths(lengths, group=group, schema=schema, header=header)
+        number = numbers[dist.get_rank() ^ step]
+        samples = [Sample({"tokens": torch.zeros(1 + index)}) for index in range(number)]
+        gathered = gather_lengths(samples, group=group, header=header)
         header = Header(step=step + 1, row_values=gathered.next_row_values)
     return gathered.next_row_values, gathered.lengths.tolist()
 
@@ -171,7 +171,7 @@ def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
 def message_after_a_later_timeout() -> tuple[str, bool] | None:
     """Rank 0's error where rank 1 sends it no sample, where the timeout was shortened; whether it came at once."""
     group = dist.new_group(timeout=timedelta(seconds=60))
-    gathered = gather_sample_lengths([Sample({"tokens": torch.arange(3)})] * group.rank(), group=group)
+    gathered = gather_lengths([Sample({"tokens": torch.arange(3)})] * group.rank(), group=group)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     if group.rank():
         return None
@@ -206,17 +206,16 @@ def one_rank_differs(kind: str) -> str:
     }
     differs = group.rank() == 1
     if kind in reports:
-        schema = SampleSchema.of(Sample(usual))
         said = reports[kind] if differs else {}
-        return expect_error(lambda: gather_lengths([3], group=group, schema=schema, **said))
+        return expect_error(lambda: gather_lengths([Sample(usual)], group=group, **said))
     rows = others[kind] if differs else [usual] * (kind != "key" or group.rank() > 0)
-    return expect_error(lambda: gather_sample_lengths([Sample(row) for row in rows], group=group))
+    return expect_error(lambda: gather_lengths([Sample(row) for row in rows], group=group))
 
 
 def samples_of_other_lengths() -> str:
     group = world()
     sample, longer = (Sample({"tokens": torch.arange(length)}) for length in (4, 5))
-    gathered = gather_sample_lengths([sample], group=group)
+    gathered = gather_lengths([sample], group=group)
     stay = np.arange(group.size())
     return expect_error(lambda: reroute_samples([longer], destinations=stay, gathered=gathered, group=group))
 

@@ -25,13 +25,6 @@ def test_a_bad_sample_says_which_key(per_token, phrase):
         Sample(per_token)
 
 
-def test_a_sample_tells_its_lengths():
-    one = sample(5)
-    assert (one.length, one.device) == (5, torch.device("cpu"))
-    assert one.ragged_lengths == (2, 4)  # by name
-    assert sample(0).length == 0
-
-
 def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries():
     one, two = (
         Sample(

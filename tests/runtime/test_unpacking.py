@@ -145,15 +145,6 @@ def bridge_batch(**keys):
             {"cu_seqlens_q": starts(0, 3, 7)[0], "cu_seqlens_q_padded": starts(0, 4, 8)[0], "total_tokens": 10},
             id="one-row",
         ),
-        pytest.param(
-            [3, 4],
-            {
-                "cu_seqlens": starts(0, 4, 8, -1, -1),
-                "cu_seqlens_unpadded": starts(0, 3, 7, -1, -1),
-                "cu_seqlens_argmin": torch.tensor([3]),
-            },
-            id="filled-up",
-        ),
         # Bridge ends the last sequence at the end of the row; its padding is stripped, and one token stays.
         pytest.param(
             [3, 4, 1], {name: starts(0, 4, 8, 10) for name in ("cu_seqlens_q", "cu_seqlens_kv")}, id="unpadded"

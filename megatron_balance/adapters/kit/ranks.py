@@ -17,7 +17,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import build_data_schedule, organ_pipe_order
 from megatron_balance.runtime.gather import Header, gather_lengths
-from megatron_balance.samples.sample import KeySpec, SampleSchema
+from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
 from megatron_balance.topology import Limits, Topology
 
 _COUNTS = SampleSchema((KeySpec("micro-batches", dtype=torch.int64),))
@@ -59,9 +59,8 @@ def agreed_microbatches(
             problem = str(error)
         if group is None:
             break
-        counts = gather_lengths(
-            [len(slots)], group=group, schema=_COUNTS, error=problem, header=header, device=device
-        ).lengths
+        count = Samples(_COUNTS, {}, np.array([len(slots)]))
+        counts = gather_lengths(count, group=group, error=problem, header=header, device=device).lengths
         min_count = int(counts.max())
         if (counts == min_count).all():
             break

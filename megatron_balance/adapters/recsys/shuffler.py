@@ -33,7 +33,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
-from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Sample, Samples
 
 Ints = NDArray[np.int64]
 
@@ -45,8 +45,8 @@ MODELS = ("hstu", "sid_gr")
 class PendingShuffle:
     """A batch between the two halves; pass it back as it is."""
 
-    samples: list[Sample]
-    gathered: GatheredLengths  # the real samples of all ranks: workloads as `lengths`, and the entries of each key
+    samples: Samples
+    gathered: GatheredLengths  # the real samples of all ranks, with their workloads as values
     group: dist.ProcessGroup
     plan: Future[Ints]  # `[num_samples]` rank of each sample
 
@@ -76,7 +76,7 @@ def shuffle(
         positions = home * size + within_rank
         indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
         costs = np.zeros(dp_size * size, dtype=np.int64)
-        costs[positions] = gathered.lengths
+        costs[positions] = gathered.values[:, 0]
         local = indices[pending.group.rank()]
         extras = [local] * return_indices + [costs[local]] * return_workloads
         outputs += [torch.from_numpy(values).to(batch.features.values().device) for values in extras]
@@ -90,28 +90,20 @@ def start_shuffle_async(
     group = dist.group.WORLD if pg_group is None else pg_group
     assert group is not None, "a shuffle needs torch.distributed to be initialised"
     workloads = self.get_workloads(batch, *args, **kwargs)
-    samples, schema, problem = [], None, None
-    costs = np.zeros(0, dtype=np.int64)
+    samples, problem = Samples.of([]), None
     try:
         _check(batch, workloads=workloads)
         lengths = [value.lengths() for _, value in _fields(batch) if isinstance(value, KeyedJaggedTensor)]
         # To the host in one transfer: the workloads, then the lengths of every key.
         flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads, *lengths)])
         costs, *key_lengths = flat.cpu().numpy().reshape(-1, batch.batch_size)
-        samples = _split(batch, lengths=key_lengths)
-        # That of a sample of padding where none is real.
-        schema, samples = SampleSchema.of(samples[0]), samples[: batch.actual_batch_size]
+        real = np.arange(batch.actual_batch_size)
+        samples = Samples.of(_split(batch, lengths=key_lengths)).select(real)
+        samples = dataclasses.replace(samples, values=costs[real, None])
     except BalanceError as error:
         problem = str(error)
-    gathered = gather_lengths(
-        costs[: len(samples)],
-        ragged_lengths=[sample.ragged_lengths for sample in samples],
-        group=group,
-        schema=schema,
-        error=problem,
-        device=batch.features.values().device,
-    )
-    plan = self._kk_executor.submit(_plan, gathered.lengths, dp_size=group.size())
+    gathered = gather_lengths(samples, group=group, error=problem, device=batch.features.values().device)
+    plan = self._kk_executor.submit(_plan, gathered.values[:, 0], dp_size=group.size())
     return PendingShuffle(samples, gathered, group, plan)
 
 
@@ -123,10 +115,13 @@ def finish_shuffle(
     use_all2all: bool = False,
 ) -> Any:
     """The second half: waits for the plan and moves the samples; the ranks are those of the first half."""
-    device, ranks = batch.features.values().device, handle.plan.result()
-    units = np.ones_like(ranks)  # whatever its workload, a sample moves as one token
-    counted = dataclasses.replace(handle.gathered, lengths=units)
-    _, moved = reroute_samples(handle.samples, destinations=ranks, gathered=counted, group=handle.group, device=device)
+    _, moved = reroute_samples(
+        handle.samples,
+        destinations=handle.plan.result(),
+        gathered=handle.gathered,
+        group=handle.group,
+        device=batch.features.values().device,
+    )
     return _join(batch, [*moved])
 
 
