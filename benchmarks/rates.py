@@ -31,11 +31,11 @@ from benchmarks.planner.setups import (
 from benchmarks.planner.wheels import LINEAR
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.rates import ASSUMED_TFLOPS, ATTENTION_RATES, BETWEEN_NODES, exchange_costs, profiles
+from megatron_balance.cost.rates import ASSUMED_TFLOPS, ATTENTION_RATES, BETWEEN_NODES, exchange_costs
 
 TITLE = "Rates of GPUs"
 PUBLISHED = Path(__file__).with_suffix(".json")
-PROFILES = ROOT / "megatron_balance" / "cost" / "profiles.json"
+PROFILES = ROOT / "benchmarks" / "profiles.json"
 WEIGHTS = (1.0, 0.4, 0.5, 0.6, 0.7, 0.8, 1.5, 2.0, 3.0)
 """Rates of attention that are tried for all devices of a kind."""
 
@@ -73,7 +73,7 @@ RATE_SETUPS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
-    parser.add_argument("--write", action="store_true", help="write the profiles of the package")
+    parser.add_argument("--write", action="store_true", help="write profiles.json")
     add_length_options(parser)
 
 
@@ -83,7 +83,6 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.write:
         rows = [f' "{name}": {json.dumps(row)}' for name, row in fitted.items()]
         PROFILES.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-        profiles.cache_clear()
     problems = [] if json.loads(PROFILES.read_text()) == fitted else ["profiles.json is not what the tables give"]
     losses: dict[str, list[list[float]]] = {}
     setups = {setup.name: losses_of(setup, folder=lengths_folder(args), by_kind=losses) for setup in RATE_SETUPS}
@@ -95,6 +94,16 @@ def measure(args: argparse.Namespace) -> Measured:
             problems.append(f"ATTENTION_RATES has {rate:g} for {models} {precision} and {best:g} loses less")
     said = lengths_said(lengths_folder(args))
     return Measured({"profiles": fitted, "setups": setups, "weights": weights, "lengths": said}, problems=problems)
+
+
+def profiles() -> dict[str, dict[str, Any]]:
+    """Rates of one GPU in training, by name, with what their `source` says of how they were measured.
+
+    `linear_tflops` of all that is linear in tokens and `attention_tflops` of the causal attention core are 10**12
+    FLOP/s. `kind` is `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention` or
+    `own run` (by `scripts/bench gpu`); `held_out` is the mean and worst relative error on rows that were not fitted.
+    """
+    return json.loads(PROFILES.read_text())
 
 
 def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -254,7 +263,7 @@ def section(figures: Mapping[str, Any]) -> str:
         for name, setup_losses in figures["setups"].items()
     ]
     return f"""Two rows of a published table of whole runs give both rates of a profile
-(megatron_balance/cost/profiles.json), and the other rows judge them, mean / worst error: {judged}. Loss in percent of
+(benchmarks/profiles.json), and the other rows judge them, mean / worst error: {judged}. Loss in percent of
 the step, mean / worst over the profiles of a kind of model and the batches; {figures["lengths"]}. *{DEFAULT}* is what
 training takes for the kind of model and the precision, *FLOPs* what it took before; *two rates* are the profile's own.
 

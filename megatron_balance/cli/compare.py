@@ -30,7 +30,6 @@ from megatron_balance.cli.terminal import (
     say,
 )
 from megatron_balance.cost.model import MICROBATCH_TOKENS
-from megatron_balance.cost.rates import profiles
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MEGATRON_SEED, STOCKS, SYNTHETIC_LENGTHS
 from megatron_balance.model.hf_config import PRESETS
@@ -90,7 +89,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     "cost": {
         "--model": (str, "MODEL", "preset, or Hugging Face config.json; its FLOPs are the cost"),
         "--cost": (str, "COST", "tokens, flops (default with --model), or a seconds.json of megatron-balance fit"),
-        "--device": (str, "DEVICE", f"TFLOPS of a GPU in training: LINEAR[,ATTENTION], or {', '.join(profiles())}"),
+        "--device": (str, "TFLOPS", "of a GPU in training, LINEAR[,ATTENTION]: predicts seconds"),
     },
     "output": {
         "--policy": (str, "NAME", "its plan, in place of the recommended one, goes to --json"),

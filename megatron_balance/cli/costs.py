@@ -8,6 +8,7 @@ communication are not included. Sparse attention is counted by the pack, as in t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,6 @@ from megatron_balance.cost.rates import (
     BETWEEN_NODES,
     WITHIN_NODE,
     default_attention_rate,
-    find_profile,
     find_shape,
     resolve_cost,
     resolve_exchange,
@@ -52,22 +52,23 @@ class CompareCosts:
     fitted: Calibration | None = None  # seconds in place of those of a file
 
     @cached_property
-    def rates(self) -> tuple[float, float, str] | None:
-        """TFLOPS of all that is linear and of attention on `--device`, and their source."""
+    def rates(self) -> tuple[float, float] | None:
+        """TFLOPS of all that is linear and of attention on `--device`."""
         if self.device is None:
             return None
         if self.name != "flops":
             raise BalanceError(
                 f"--device is {self.device!r}, but the cost is {self.name}, not FLOPs: add --model, or drop it."
             )
-        try:
+        rates: list[float] = []
+        with suppress(ValueError):
             rates = [float(rate) for rate in self.device.split(",")]
-        except ValueError:
-            profile = find_profile(self.device)
-            return profile["linear_tflops"], profile["attention_tflops"], f"{self.device}: {profile['source']}"
-        if len(rates) > 2 or not all(0 < rate < float("inf") for rate in rates):
-            raise BalanceError(f"--device is {self.device!r}: give TFLOPS above 0, LINEAR or LINEAR,ATTENTION.")
-        return rates[0], rates[1] if len(rates) > 1 else rates[0] * self.default_rate, "--device"
+        if len(rates) not in (1, 2) or not all(0 < rate < float("inf") for rate in rates):
+            raise BalanceError(
+                f"--device is {self.device!r}: give TFLOPS above 0, LINEAR or LINEAR,ATTENTION (published ones are in "
+                "docs/cost-model.md)."
+            )
+        return rates[0], rates[-1] if len(rates) > 1 else rates[0] * self.default_rate
 
     @property
     def attention_rate(self) -> float:
@@ -202,9 +203,7 @@ class CompareCosts:
         names = {"flops": f"FLOPs of {in_a_line(self.model)}" if self.model else "FLOPs", "seconds": "seconds of a run"}
         text = names.get(self.name, self.name)
         if self.rates is not None:
-            text += " at {:g} TFLOPS a GPU, attention at {:g} (r = {:g}; {})".format(
-                *self.rates[:2], self.attention_rate, self.rates[2]
-            )
+            text += " at {:g} TFLOPS a GPU, attention at {:g} (r = {:g})".format(*self.rates, self.attention_rate)
         elif self.name == "flops" and self.record is None:
             text += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
         if self.rates is None and self.name != "seconds":

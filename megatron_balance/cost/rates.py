@@ -1,17 +1,9 @@
-"""Costs by name, rates of GPUs as published or by default, and those of links between context-parallel ranks.
-
-profiles.json, made and judged by `scripts/bench rates`, has the published ones. A profile belongs to a GPU, a
-precision, a kind of model, an attention kernel and a software version: the same GPU has others in the next release.
-What its source does not say is absent.
-"""
+"""Costs by name, the default rate of attention, and rates of links between context-parallel ranks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +16,7 @@ from megatron_balance.model.shape import ModelShape
 
 ATTENTION_RATES = {("dense", "bf16"): 0.6, ("dense", "fp8"): 0.4, ("moe", "bf16"): 2.0, ("moe", "fp8"): 2.0}
 """The rate of attention over the linear rate to plan with where none was measured, by kind of model and precision: what
-loses least over all profiles of these (`scripts/bench rates`)."""
+loses least over all published rates of these (benchmarks/profiles.json, `scripts/bench rates`)."""
 
 WITHIN_NODE = 450e9
 """Bytes a second that one GPU receives by NVLink: an H100 has 900 GB/s in both directions (NVIDIA H100 data sheet)."""
@@ -39,27 +31,6 @@ ASSUMED_TFLOPS = 400.0
 def default_attention_rate(num_experts: int | None = None, *, fp8: bool = False) -> float:
     """The rate that training takes without `--balance-attention-rate`."""
     return ATTENTION_RATES["moe" if num_experts else "dense", "fp8" if fp8 else "bf16"]
-
-
-@cache
-def profiles() -> dict[str, dict[str, Any]]:
-    """Rates of one GPU in training, by name, with what their `source` says of how they were measured.
-
-    `linear_tflops` of all that is linear in tokens and `attention_tflops` of the causal attention core are 10**12
-    FLOP/s. `kind` is `end to end` (whole runs), `kernel` (attention measured, the rest assumed), `assumed attention` or
-    `own run` (by `scripts/bench gpu`); `held_out` is the mean and worst relative error on rows that were not fitted.
-    """
-    return json.loads((files(__package__) / "profiles.json").read_text(encoding="utf-8"))
-
-
-def find_profile(name: str) -> dict[str, Any]:
-    """The profile of a name; a GPU's name alone is refused."""
-    if name not in profiles():
-        raise BalanceError(
-            f"the device (--device) is {name!r}: rates belong to a GPU, a precision and a software version, give one "
-            f"of {', '.join(profiles())}, or measure your own run (megatron-balance fit)."
-        )
-    return profiles()[name]
 
 
 def exchange_costs(

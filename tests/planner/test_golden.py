@@ -19,11 +19,11 @@ from plan_judge import Batch
 from benchmarks.pipelines.command import CELLS as PIPELINES
 from benchmarks.planner.setups import draw_lengths
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
-from megatron_balance.cost.rates import profiles
 from megatron_balance.planner import batch_of
 from megatron_balance.planner.pipeline_packing import plan_pipeline
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+PROFILES = json.loads((Path(__file__).parents[2] / "benchmarks" / "profiles.json").read_text())
 
 
 def test_every_cell_has_a_bar():
@@ -82,7 +82,7 @@ def test_plans_are_near_the_optimum_and_bounds_below_it(kind):
     assert max(ratios) <= bars["worst"], ratios
 
 
-@pytest.mark.parametrize("device", profiles())
+@pytest.mark.parametrize("device", PROFILES)
 @pytest.mark.parametrize(
     ("dp_size", "cp_size", "ep_size", "cap", "lengths_of", "count"),
     [(8, 4, 8, 8192, "lognormal", 128), (8, 4, 1, 8192, "lognormal", 128), (16, 2, 1, 16384, "servegen_mlarge", 64)],
@@ -90,7 +90,7 @@ def test_plans_are_near_the_optimum_and_bounds_below_it(kind):
 def test_sizes_planned_by_a_devices_rates_are_no_slower_than_by_flops(
     device, dp_size, cp_size, ep_size, cap, lengths_of, count
 ):
-    rates, experts = profiles()[device], profiles()[device]["models"] == "moe"
+    rates, experts = PROFILES[device], PROFILES[device]["models"] == "moe"
     shape = ModelShape.preset("Qwen3-30B-A3B" if experts else "Qwen3-8B")
     topology = Topology(dp_size, cp_size=cp_size, ep_size=ep_size if experts else 1, dynamic_cp=True)
     tflops = {name: rates[name] for name in ("linear_tflops", "attention_tflops")}
