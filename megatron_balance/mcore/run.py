@@ -15,14 +15,13 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Hook, Patches, install_hooks
 from megatron_balance.mcore.setup.flags import refuse
-from megatron_balance.mcore.setup.layout import refuse_bound_device, rendezvous_of_world
+from megatron_balance.mcore.setup.layout import Layout, refuse_bound_device
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
 from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of, timeout_of
 from megatron_balance.mcore.step import BalancedForwardBackward
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import log_info, start_log
 from megatron_balance.runtime.process import allow_open_files, close_all, version_of
-from megatron_balance.runtime.rendezvous import check_settings_match
 from megatron_balance.version import build_version
 
 PACKAGES = ("megatron-core", "torch", "numpy")
@@ -106,22 +105,18 @@ def build_run(
                     _hooks[hook.target] = install_hooks([hook], version=version)
     except BalanceError as error:
         problem = str(error)
-    rendezvous = rendezvous_of_world(timeout=timeout_of(options))
-    if rendezvous is not None:
-        # A stock run sends only that it is stock.
-        announcement = {"balancing": "off (no balance flag)"}
-        if settings is not None:
-            announcement = _announcement(settings, options=options)
-        check_settings_match(announcement, rendezvous=rendezvous, topic="balance flags and versions", error=problem)
-    if problem is not None:
-        raise BalanceError(problem)
+    # A stock run sends only that it is stock.
+    announcement = {"balancing": "off (no balance flag)"}
+    if settings is not None:
+        announcement = _announcement(settings, options=options)
+    layout = Layout.from_parallel_state(announcement, timeout=timeout_of(options), error=problem)
     if settings is None:
         return None
     start_log()
     for line in settings.log_lines:
         log_info(line)
     costs_of = functools.partial(run_costs, options, topology=settings.topology, shape=shape)
-    return BalancedForwardBackward(settings, args=args, num_steps_done=num_steps_done, costs_of=costs_of)
+    return BalancedForwardBackward(settings, layout=layout, args=args, num_steps_done=num_steps_done, costs_of=costs_of)
 
 
 def _announcement(settings: Settings, *, options: Options) -> dict[str, str]:

@@ -61,6 +61,7 @@ class BalancedForwardBackward:
         self,
         settings: Settings,
         *,
+        layout: Layout,
         args: Namespace | None,
         num_steps_done: Callable[[], int] | None = None,
         costs_of: Callable[..., RunCosts],
@@ -73,7 +74,6 @@ class BalancedForwardBackward:
         self.running: RunningStep | None = None
         self.totals: StepTotals | None = None
         self.log_scale = 1.0
-        layout = Layout.from_parallel_state(timeout=timeout)
         # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
         dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
         replica = layout.replica_group(timeout=timeout)

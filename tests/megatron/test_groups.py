@@ -40,7 +40,7 @@ def groups_of_rank(*, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp
 
     environment = os.environ
     os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
-    layout = Layout.from_parallel_state(timeout=TIMEOUT)
+    layout = Layout.from_parallel_state({}, timeout=TIMEOUT)
     data_ranks = layout.data_group(timeout=TIMEOUT, on_every_tensor_rank=False)
     replica = layout.replica_group(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)

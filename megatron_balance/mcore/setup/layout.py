@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -49,27 +49,35 @@ class Layout:
     coords: Sequence[RankCoords]
 
     @classmethod
-    def from_parallel_state(cls, *, timeout: timedelta) -> Layout:
-        """The layout of Megatron's parallel state; every rank of the world calls it.
+    def from_parallel_state(
+        cls, settings: Mapping[str, str], *, timeout: timedelta, error: str | None = None
+    ) -> Layout:
+        """The layout of Megatron's parallel state, where all ranks have these settings; all of the world call it.
 
         Raises:
-            BalanceError: on every rank: a rank did not take part.
+            BalanceError: on every rank: settings differ, some rank has an error, or did not take part.
         """
         from megatron.core import parallel_state as state
 
+        # A single process, and ranks that are not there, meet nobody.
+        if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+            if error is not None:
+                raise BalanceError(error)
+            return cls(0, [RankCoords(0, 0, 0, 0)])
         this_rank = RankCoords(
             state.get_tensor_model_parallel_rank(),
             state.get_context_parallel_rank(),
             state.get_pipeline_model_parallel_rank(),
             state.get_data_parallel_rank(),
         )
-        rendezvous, coords = rendezvous_of_world(timeout=timeout), [this_rank]
-        if rendezvous is not None:
-            texts = check_settings_match(
-                {}, rendezvous=rendezvous, topic="process groups", payload=json.dumps(this_rank)
-            )
-            coords = [RankCoords(*json.loads(text)) for text in texts]
-        return cls(0 if rendezvous is None else rendezvous.rank, coords)
+        # torch has no public name for the store that init_process_group met in.
+        store = dist.distributed_c10d._get_default_store()
+        world = Rendezvous(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
+        topic = "balance flags and versions"
+        texts = check_settings_match(
+            settings, rendezvous=world, topic=topic, error=error, payload=json.dumps(this_rank)
+        )
+        return cls(world.rank, [RankCoords(*json.loads(text)) for text in texts])
 
     @property
     def this_rank(self) -> RankCoords:
@@ -173,15 +181,6 @@ def _destroy(group: dist.ProcessGroup) -> None:
         groups.remove(group)
     if dist.is_initialized():  # else it went with all others
         dist.destroy_process_group(group)
-
-
-def rendezvous_of_world(*, timeout: timedelta) -> Rendezvous | None:
-    """The store and ranks by which all ranks of the world agree without a group; None in a single process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return None
-    # torch has no public name for the store that init_process_group met in.
-    store = dist.distributed_c10d._get_default_store()
-    return Rendezvous(store, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout=timeout)
 
 
 def refuse_bound_device() -> None:
