@@ -44,7 +44,7 @@ from megatron_balance.runtime.gather import (
 )
 from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
-from megatron_balance.samples.sample import Samples, SampleSchema, aligned
+from megatron_balance.samples.sample import Samples, aligned
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
 from megatron_balance.topology import Topology
 
@@ -171,7 +171,7 @@ class StepBuilder:
         assert group is not None, "this rank loads data"
         samples = self._split(fetched, num_items=num_items)
         failure = samples if isinstance(samples, Failure) else None
-        samples = Samples.of([]) if isinstance(samples, Failure) else samples
+        samples = Samples.joined([]) if isinstance(samples, Failure) else samples
         reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
         try:
             gathered = gather_lengths(
@@ -212,7 +212,6 @@ class StepBuilder:
             few_shapes=settings.few_shapes,
             pin_memory=self.pin_memory,
             samples=[arrived.select(np.searchsorted(ids, microbatch)) for microbatch in sample_ids[index]],
-            schema=gathered.schema,
         )
         # Context-parallel ranks of a replica run different packs, made from what all of them loaded.
         tokens = [*samples.columns["tokens"]] if len(samples) else []
@@ -325,7 +324,6 @@ def pack(
     few_shapes: bool,
     pin_memory: bool,
     samples: Sequence[Samples] | None = None,
-    schema: SampleSchema | None = None,
 ) -> list[Microbatch]:
     """The micro-batches of a rank, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
@@ -336,7 +334,7 @@ def pack(
         if samples is None:
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:
-            packs.append(pack_microbatch(samples[number], schema=schema, **shape))
+            packs.append(pack_microbatch(samples[number], **shape))
     return _pin(packs) if pin_memory else packs
 
 

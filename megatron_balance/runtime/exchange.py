@@ -7,6 +7,7 @@ key of all samples. So a key costs one copy a block, and what is received is cut
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,13 +18,13 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import Device, exchange_parts
 from megatron_balance.runtime.gather import GatheredLengths
-from megatron_balance.samples.sample import KeySpec, Sample, Samples, aligned
+from megatron_balance.samples.sample import KeySpec, Samples, aligned
 
 Ids = NDArray[np.int64]
 
 
 def reroute_samples(
-    samples: Sequence[Sample] | Samples,
+    samples: Samples,
     *,
     destinations: ArrayLike,
     gathered: GatheredLengths,
@@ -48,12 +49,12 @@ def reroute_samples(
         device: where samples and buffers live, on all ranks: `cuda` for NCCL.
 
     Returns:
-        The ids of this rank's samples, ascending, and the samples.
+        The ids of this rank's samples, ascending, and the samples, with the schema of all.
 
     Raises:
         BalanceError: samples that are not those whose lengths were gathered (a caller's mistake).
     """
-    samples, destinations = Samples.of(samples), np.asarray(destinations, dtype=np.int64)
+    destinations = np.asarray(destinations, dtype=np.int64)
     sample_ids = np.arange(gathered.lengths.size) if sample_ids is None else sample_ids
     rank, homes = group.rank(), gathered.home_ranks[sample_ids]
     at_home = np.flatnonzero(gathered.home_ranks == rank)
@@ -88,7 +89,7 @@ def reroute_samples(
             parts.append(_read(part, ids=coming[home], gathered=gathered))
     arrived = np.concatenate(ids)
     order = np.argsort(arrived)
-    return arrived[order], Samples.joined(parts).select(order)
+    return arrived[order], replace(Samples.joined(parts).select(order), schema=gathered.schema)
 
 
 def _ids_by_rank(ids: Ids, *, ranks: NDArray[np.int64], mask: NDArray[np.bool_]) -> dict[int, Ids]:

@@ -24,7 +24,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import patches_of_grids
 from megatron_balance.runtime.comm import Device, all_gather_bytes, all_gather_row, ranks_by_value
 from megatron_balance.runtime.failure import MAX_NAMED, mismatch
-from megatron_balance.samples.sample import Sample, Samples, SampleSchema
+from megatron_balance.samples.sample import Samples, SampleSchema
 
 STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SAMPLES, REPORTED = range(5)
 NUM_REPORTED = 6
@@ -81,7 +81,7 @@ class GatheredLengths:
 
 
 def gather_lengths(
-    samples: Sequence[Sample] | Samples,
+    samples: Samples,
     *,
     group: dist.ProcessGroup,
     error: str | None = None,
@@ -103,13 +103,8 @@ def gather_lengths(
             between ranks, different settings.
         OutOfStepError: on every rank: different steps.
     """
-    columns = Samples.of([])
-    try:
-        columns = Samples.of(samples)
-    except BalanceError as damaged:
-        error = error or str(damaged)
-    schema, values = columns.schema, [] if columns.values is None else [columns.values]
-    table = np.hstack([columns.lengths[:, None], columns.ragged_lengths, *values])
+    schema, values = samples.schema, [] if samples.values is None else [samples.values]
+    table = np.hstack([samples.lengths[:, None], samples.ragged_lengths, *values])
     sent = table.ravel()
 
     announcement = json.dumps([error, {**header.settings}, None if schema is None else schema.to_text()]).encode()
@@ -173,20 +168,21 @@ def _common_schema(announcements: Sequence[bytes], *, group: dist.ProcessGroup) 
     return first
 
 
-def image_patches(samples: Sequence[Sample] | Samples) -> NDArray[np.int64]:
+def image_patches(samples: Samples) -> NDArray[np.int64]:
     """`[num_samples, 2]`: patches that a vision encoder runs for each sample, and the sum of each image's, squared.
 
     `image_grid_thw` and `video_grid_thw`, as processors of the Qwen-VL family make them, describe each image.
     """
     sums = np.zeros((len(samples), 2), dtype=np.int64)
-    for index, sample in enumerate(samples):
-        grids = [name for name in GRID_KEYS if name in sample.ragged]
-        if "pixel_values" in sample.ragged and not grids:
-            raise BalanceError(
-                f"pixel_values come without {' or '.join(GRID_KEYS)}, from which patches are counted: give one, or "
-                "plan by tokens: drop --balance-by-flops."
-            )
-        for name in grids:
-            patches = patches_of_grids(sample.ragged[name].numpy())
+    ragged = [key.name for key in (samples.schema.keys if samples.schema else ()) if key.kind == "ragged"]
+    grids = [samples.columns[name] for name in GRID_KEYS if name in ragged]
+    if "pixel_values" in ragged and not grids:
+        raise BalanceError(
+            f"pixel_values come without {' or '.join(GRID_KEYS)}, from which patches are counted: give one, or "
+            "plan by tokens: drop --balance-by-flops."
+        )
+    for column in grids:
+        for index, grid in enumerate(column):
+            patches = patches_of_grids(grid.numpy())
             sums[index] += patches.sum(), (patches**2).sum()
     return sums

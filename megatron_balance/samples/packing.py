@@ -16,7 +16,7 @@ front: Megatron's get_batch cuts off copies of the last entry. Kernels look for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, count
 from typing import Any
 
@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.sample import KeySpec, Sample, Samples, SampleSchema, lengths_key
+from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema, lengths_key
 
 FILLER_TOKENS = 128
 """Longest sequence that a pack is filled up with, unless more than MAX_FILLERS were needed."""
@@ -42,9 +42,8 @@ _POSITIONS = KeySpec("position_ids", dtype=torch.int64)
 
 
 def pack_microbatch(
-    samples: Sequence[Sample] | Samples,
+    samples: Samples,
     *,
-    schema: SampleSchema | None = None,
     token_multiple: int = 1,
     cp_size: int = 1,
     num_tokens: int | None = None,
@@ -57,8 +56,7 @@ def pack_microbatch(
     any other pack: per-sample keys are one zero, ragged ones have no entry.
 
     Args:
-        samples: of one schema, on one device.
-        schema: of all samples of the run; where there may be none.
+        samples: on one device, with the schema of all samples of the run.
         token_multiple: `Topology.token_multiple`, tokens.
         cp_size: context-parallel ranks.
         num_tokens: size of the pack, a multiple of token_multiple; None for the least that holds the samples.
@@ -73,13 +71,12 @@ def pack_microbatch(
         `[1]`.
 
     Raises:
-        BalanceError: neither samples nor a schema, padding in samples without loss_mask (it would be trained on), or
+        BalanceError: no schema, padding in samples without loss_mask (it would be trained on), or
             num_tokens that are too few or no multiple of token_multiple.
     """
-    samples = Samples.of(samples)
-    schema = schema or samples.schema
+    schema = samples.schema
     if schema is None:
-        raise BalanceError("pack_microbatch got neither samples nor a schema: give the schema of a dummy.")
+        raise BalanceError("pack_microbatch got samples without a schema: give a dummy that of the run.")
     samples = samples.select(samples.lengths.nonzero()[0])
     device = next((column[0].device for column in samples.columns.values() if column), torch.device("cpu"))
     sizes: Any = {"num_tokens": num_tokens, "token_multiple": token_multiple}

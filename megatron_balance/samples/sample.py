@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Literal
 
@@ -26,43 +26,6 @@ ALIGNMENT_NBYTES = 16  # complex128 is the widest dtype
 def aligned(nbytes: int) -> int:
     """The next multiple of ALIGNMENT_NBYTES: torch views bytes as a dtype only from a multiple of its size on."""
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One sequence of tokens, with all its tensors.
-
-    Attributes:
-        per_token: tensors `[original_seq_len, *trailing]`: tokens, labels, loss_mask, position_ids and whatever else
-            has one entry a token.
-        per_sample: tensors of any fixed shape, 0-d included: one entry a sample.
-        ragged: tensors `[num_entries, *trailing]` whose number of entries is a key's and a sample's own: pixel_values
-            `[num_patches, d]`, image_grid_thw `[num_images, 3]`. All samples of a run have the same keys; one without
-            an image has `[0, d]`.
-
-    Raises:
-        BalanceError: no per-token tensor, or two of different lengths.
-    """
-
-    per_token: Mapping[str, Tensor]
-    _: KW_ONLY
-    per_sample: Mapping[str, Tensor] = field(default_factory=dict)
-    ragged: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.per_token:
-            raise BalanceError("A Sample needs at least one per-token tensor: its length is read from there.")
-        for name, tensor in self.per_token.items():
-            if len(tensor) != self.length:
-                raise BalanceError(
-                    f"Sample.per_token[{name!r}] has {len(tensor)} tokens and {next(iter(self.per_token))!r} has "
-                    f"{self.length}: all must have the same length."
-                )
-
-    @property
-    def length(self) -> int:
-        """Tokens (`original_seq_len`)."""
-        return len(next(iter(self.per_token.values())))
 
 
 Kind = Literal["per_token", "per_sample", "ragged"]
@@ -118,18 +81,8 @@ class SampleSchema:
         return sum(key.kind == "ragged" for key in self.keys)
 
     @staticmethod
-    def of(sample: Sample) -> SampleSchema:
-        """The schema of one sample."""
-        keys: list[KeySpec] = []
-        for kind in KINDS:
-            for name, tensor in getattr(sample, kind).items():
-                shape = tensor.shape if kind == "per_sample" else tensor.shape[1:]
-                keys.append(KeySpec(name, dtype=tensor.dtype, shape=tuple(shape), kind=kind))
-        return SampleSchema(tuple(keys))
-
-    @staticmethod
-    def shared_by(schemas: Iterable[SampleSchema | None], *, kind: str = "sample") -> SampleSchema | None:
-        """The one schema of all samples of a rank, or of another kind of its parts; None where there are none.
+    def shared_by(schemas: Iterable[SampleSchema | None]) -> SampleSchema | None:
+        """The one schema of the items of a step; None where none has samples.
 
         Raises:
             BalanceError: two of them differ; the message names the key.
@@ -139,9 +92,7 @@ class SampleSchema:
         for index, schema in numbered:
             if shared is not None and schema != shared:
                 difference = "; ".join(schema.differences(shared))
-                raise BalanceError(
-                    f"{kind.capitalize()} {index} differs from {kind} {first} of the same rank: {difference}."
-                )
+                raise BalanceError(f"Item {index} differs from item {first} of the same rank: {difference}.")
         return shared
 
     def differences(self, reference: SampleSchema) -> Iterator[str]:
@@ -174,10 +125,15 @@ class SampleSchema:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a step in columns, key → its tensor of each sample: a few calls a key, however many there are.
+    """Samples in columns, key → its tensor of each sample: a few calls a key, however many there are.
 
-    `schema` is None only where there are none; `lengths` are int64 `[num_samples]`, tokens; `values`, int64
-    `[num_samples, k]`, are numbers of each that every rank gets with its length; None for none.
+    Attributes:
+        schema: None only where there are none.
+        columns: tensors `[original_seq_len, *trailing]` of a key that is per token (tokens, labels, loss_mask …), of
+            any fixed shape where it is per sample, and `[num_entries, *trailing]` where it is ragged, with a number of
+            entries of each sample's own: pixel_values `[num_patches, d]`, image_grid_thw `[num_images, 3]`.
+        lengths: int64 `[num_samples]`, tokens (`original_seq_len`).
+        values: int64 `[num_samples, k]`, numbers of each that every rank gets with its length; None for none.
     """
 
     schema: SampleSchema | None
@@ -187,15 +143,6 @@ class Samples:
 
     def __len__(self) -> int:
         return self.lengths.size
-
-    def __iter__(self) -> Iterator[Sample]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, index: int) -> Sample:
-        kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-        for key in self.schema.keys if self.schema is not None else ():
-            kinds[key.kind][key.name] = self.columns[key.name][index]
-        return Sample(kinds["per_token"], per_sample=kinds["per_sample"], ragged=kinds["ragged"])
 
     @property
     def ragged_lengths(self) -> NDArray[np.int64]:
@@ -211,19 +158,20 @@ class Samples:
         return Samples(self.schema, columns, self.lengths[indices])
 
     @staticmethod
-    def of(samples: Sequence[Sample] | Samples) -> Samples:
-        """The columns of samples; BalanceError where two differ."""
-        if isinstance(samples, Samples):
-            return samples
-        schema = SampleSchema.shared_by(map(SampleSchema.of, samples))
-        keys = () if schema is None else schema.keys
-        columns = {key.name: [getattr(sample, key.kind)[key.name] for sample in samples] for key in keys}
-        return Samples(schema, columns, np.array([sample.length for sample in samples], dtype=np.int64))
+    def from_columns(
+        columns: Mapping[str, Sequence[Tensor]], *, kinds: Mapping[str, Kind], lengths: NDArray[np.int64]
+    ) -> Samples:
+        """The samples of these columns, each of one dtype and shape; `kinds` has the kind of each key."""
+        keys: list[KeySpec] = []
+        for name, column in columns.items() if lengths.size else ():
+            shape = column[0].shape[kinds[name] != "per_sample" :]
+            keys.append(KeySpec(name, dtype=column[0].dtype, shape=tuple(shape), kind=kinds[name]))
+        return Samples(SampleSchema(tuple(keys)) if lengths.size else None, columns, lengths)
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """The samples of all parts; BalanceError where schemas differ."""
-        schema = SampleSchema.shared_by((part.schema for part in parts), kind="item")
+        schema = SampleSchema.shared_by(part.schema for part in parts)
         names = () if schema is None else [key.name for key in schema.keys]
         columns = {name: [*chain(*(part.columns[name] for part in parts if len(part)))] for name in names}
         return Samples(schema, columns, np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.sample import KeySpec, Kind, Samples, SampleSchema, lengths_key
+from megatron_balance.samples.sample import Kind, Samples, lengths_key
 
 Ints = NDArray[np.int64]
 
@@ -68,7 +68,7 @@ def split_packed(batch: Mapping[str, Any]) -> Samples:
     sizes = np.diff(bounds, prepend=0, append=tokens.numel())
     pieces = sizes.nonzero()[0]  # a view takes a microsecond: none of the gaps between sequences that follow at once
     piece_sizes: list[int] = sizes[pieces].tolist()
-    keys: list[KeySpec] = []
+    kinds: dict[str, Kind] = {}
     columns: dict[str, Sequence[Tensor]] = {}
     for name, tensor in tensors.items():
         if name in DERIVED_KEYS or name in map(lengths_key, ragged):
@@ -89,9 +89,8 @@ def split_packed(batch: Mapping[str, Any]) -> Samples:
                 f"{len(tokens)} (one a row) or {num_samples} (one a sequence), or have its entries counted by "
                 f"{lengths_key(name)}."
             )
-        shape = tensor.shape[2 if kind == "per_token" else 1 :]
-        keys.append(KeySpec(name, dtype=tensor.dtype, shape=tuple(shape), kind=kind))
-    return Samples(SampleSchema(tuple(keys)) if num_samples else None, columns, stops - starts)
+        kinds[name] = kind
+    return Samples.from_columns(columns, kinds=kinds, lengths=stops - starts)
 
 
 def _entries(name: str, tensors: Mapping[str, Tensor], *, num_sequences: int) -> Sequence[Tensor]:

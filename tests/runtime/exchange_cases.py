@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from sample_rows import Sample, rows_of, samples_of
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore.microbatch import connect
@@ -18,7 +19,7 @@ from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import broadcast_step
 from megatron_balance.runtime.gather import Header, gather_lengths
-from megatron_balance.samples.sample import KeySpec, Sample, Samples, SampleSchema
+from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
@@ -54,7 +55,7 @@ def sample_of(length: int, rng: Rng) -> Sample:
 def checksum(sample: Sample) -> str:
     """Of keys, dtypes, shapes and bits."""
     digest = hashlib.sha256()
-    for name, tensor in sorted({**sample.per_token, **sample.per_sample, **sample.ragged}.items()):
+    for name, tensor in sorted(sample.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.numel():
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -95,7 +96,7 @@ def reroute(
     rng = np.random.default_rng(seed)
     everything = [[sample_of(length, rng) for length in of_rank] for of_rank in lengths]
     flat = [sample for of_rank in everything for sample in of_rank]
-    mine = everything[group.rank()]
+    mine = samples_of(everything[group.rank()])
     gathered = gather_lengths(mine, group=group)
     assert gathered.lengths.tolist() == [length for of_rank in lengths for length in of_rank]
     assert gathered.home_ranks.tolist() == [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
@@ -105,9 +106,9 @@ def reroute(
     )
     sent = zip(copies or range(len(flat)), destinations, strict=True)
     assert ids.tolist() == [sample for sample, to in sent if to == group.rank()]
-    for index, sample in zip(ids.tolist(), samples, strict=True):
+    for index, sample in zip(ids.tolist(), rows_of(samples), strict=True):
         assert checksum(sample) == checksum(flat[index]), f"sample {index}"
-        for tensor in (*sample.per_token.values(), *sample.per_sample.values(), *sample.ragged.values()):
+        for tensor in sample.tensors.values():
             assert not tensor.numel() or tensor.data_ptr() % tensor.dtype.itemsize == 0, "misaligned"
     return ids.tolist()
 
@@ -131,7 +132,7 @@ def reroute_random(count: int) -> int:
 
 def gather_many(num_samples: int, num_ragged: int) -> None:
     """Many more values than one message holds, on rank 1 only."""
-    group, keys = world(), [f"ragged_{number}" for number in range(num_ragged)]
+    group, keys = world(), [f"ragged_{number:04}" for number in range(num_ragged)]
     numbers = [num_samples if rank == 1 else 2 for rank in range(group.size())]
     tables = [np.arange(number * (1 + num_ragged)).reshape(number, -1) % 7 for number in numbers]
     mine, header = tables[group.rank()], Header()
@@ -163,7 +164,7 @@ def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
     for step in range(2):
         number = numbers[dist.get_rank() ^ step]
         samples = [Sample({"tokens": torch.zeros(1 + index)}) for index in range(number)]
-        gathered = gather_lengths(samples, group=group, header=header)
+        gathered = gather_lengths(samples_of(samples), group=group, header=header)
         header = Header(step=step + 1, row_values=gathered.next_row_values)
     return gathered.next_row_values, gathered.lengths.tolist()
 
@@ -171,12 +172,12 @@ def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
 def message_after_a_later_timeout() -> tuple[str, bool] | None:
     """Rank 0's error where rank 1 sends it no sample, where the timeout was shortened; whether it came at once."""
     group = dist.new_group(timeout=timedelta(seconds=60))
-    gathered = gather_lengths([Sample({"tokens": torch.arange(3)})] * group.rank(), group=group)
+    gathered = gather_lengths(samples_of([Sample({"tokens": torch.arange(3)})] * group.rank()), group=group)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     if group.rank():
         return None
     started = time.monotonic()
-    error = expect_error(lambda: reroute_samples([], destinations=[0], gathered=gathered, group=group))
+    error = expect_error(lambda: reroute_samples(samples_of([]), destinations=[0], gathered=gathered, group=group))
     return error, time.monotonic() - started < 30
 
 
@@ -198,7 +199,6 @@ def one_rank_differs(kind: str) -> str:
         "dtype": [usual | {"loss_mask": torch.ones(3).double()}],
         "shape": [usual | {"loss_mask": torch.ones(3, 1)}],
         "key": [usual | {"advantages": torch.ones(3)}],
-        "mixed": [usual, usual | {"tokens": torch.zeros(3, dtype=torch.int32)}],
     }
     reports: dict[str, dict[str, Any]] = {
         "problem": {"error": "the file ended — early"},
@@ -207,17 +207,17 @@ def one_rank_differs(kind: str) -> str:
     differs = group.rank() == 1
     if kind in reports:
         said = reports[kind] if differs else {}
-        return expect_error(lambda: gather_lengths([Sample(usual)], group=group, **said))
+        return expect_error(lambda: gather_lengths(samples_of([Sample(usual)]), group=group, **said))
     rows = others[kind] if differs else [usual] * (kind != "key" or group.rank() > 0)
-    return expect_error(lambda: gather_lengths([Sample(row) for row in rows], group=group))
+    return expect_error(lambda: gather_lengths(samples_of([Sample(row) for row in rows]), group=group))
 
 
 def samples_of_other_lengths() -> str:
     group = world()
-    sample, longer = (Sample({"tokens": torch.arange(length)}) for length in (4, 5))
-    gathered = gather_lengths([sample], group=group)
+    samples, longer = (samples_of([Sample({"tokens": torch.arange(length)})]) for length in (4, 5))
+    gathered = gather_lengths(samples, group=group)
     stay = np.arange(group.size())
-    return expect_error(lambda: reroute_samples([longer], destinations=stay, gathered=gathered, group=group))
+    return expect_error(lambda: reroute_samples(longer, destinations=stay, gathered=gathered, group=group))
 
 
 def neighbours_that_talk() -> list[tuple[str, int, int]]:

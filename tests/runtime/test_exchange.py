@@ -59,7 +59,6 @@ def same(messages: list[str]) -> str:
         ("shape", "ranks 0, 2, 3: on rank 1 'loss_mask' is float32 [original_seq_len, 1]"),
         # Rank 0 has no samples here, so that rank 1 is the first to have a schema.
         ("key", "rank 1: on ranks 2, 3 'advantages' is missing"),
-        ("mixed", "rank 1 failed: Sample 1 differs from sample 0"),
         ("problem", "rank 1 failed: the file ended — early"),
         ("settings", "cap is not set on ranks 0, 2, 3 and 8 on rank 1"),
     ],

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.utils import flatten_batch_for_packed_sequences
+from sample_rows import Sample, samples_of, schema_of
 from thd_attention import partitioned_indices
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.samples.packing import pack_microbatch, padding_mask, sequence_starts
-from megatron_balance.samples.sample import Sample, SampleSchema
 
 
 def build(length, *, first_token=1, positions=True):
@@ -34,6 +34,10 @@ def build(length, *, first_token=1, positions=True):
     return Sample(per_token, per_sample=per_sample)
 
 
+def pack_of(samples, *, schema=None, **sizes):
+    return pack_microbatch(samples_of(samples, schema=schema), **sizes)
+
+
 lengths_of_samples = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 parallelism = st.sampled_from([(1, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (16, 4)])  # token_multiple, cp_size
 
@@ -41,7 +45,7 @@ parallelism = st.sampled_from([(1, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (
 @given(lengths_of_samples, parallelism)
 def test_layout_is_legal(lengths, parallel):
     token_multiple, cp_size = parallel
-    batch = pack_microbatch([build(length) for length in lengths], token_multiple=token_multiple, cp_size=cp_size)
+    batch = pack_of([build(length) for length in lengths], token_multiple=token_multiple, cp_size=cp_size)
     total_tokens = batch["tokens"].shape[1]
     assert batch["tokens"].shape[0] == 1
     for name in ("labels", "loss_mask", "position_ids"):
@@ -70,7 +74,7 @@ def test_layout_is_legal(lengths, parallel):
 
 
 def test_padding_of_each_key():
-    batch = pack_microbatch([build(3), build(4, first_token=9)], token_multiple=4)
+    batch = pack_of([build(3), build(4, first_token=9)], token_multiple=4)
     assert batch["tokens"].tolist() == [[1, 2, 3, 0, 9, 10, 11, 12]]
     assert batch["labels"].tolist() == [[2, 3, 4, 0, 10, 11, 12, 13]]
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 0, 1, 1, 1]]
@@ -82,13 +86,13 @@ def test_padding_of_each_key():
 
 def test_each_sample_is_padded_and_has_positions_of_its_own():
     samples = [build(3, positions=False), build(0, positions=False), build(4, first_token=4, positions=False)]
-    batch = pack_microbatch([*samples, build(1, first_token=9, positions=False)], token_multiple=4)
+    batch = pack_of([*samples, build(1, first_token=9, positions=False)], token_multiple=4)
     assert batch["tokens"].tolist() == [[1, 2, 3, 0, 4, 5, 6, 7, 9, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3] * 3]
     assert batch["cu_seqlens"].tolist() == [[0, 4, 8, 12]]
     assert batch["max_seqlen"].tolist() == [4]
     assert batch["reward"].tolist() == [1, 4, 9]
-    batch = pack_microbatch(samples, token_multiple=4, cp_size=2)
+    batch = pack_of(samples, token_multiple=4, cp_size=2)
     assert batch["cu_seqlens"].tolist() == [[0, 3, 7]]
     assert batch["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
 
@@ -100,8 +104,8 @@ def test_each_sample_is_padded_and_has_positions_of_its_own():
 )
 def test_dummy_is_all_filler_in_the_form_of_any_other_pack(samples, token_multiple, cp_size, num_tokens, fillers):
     sizes = {"token_multiple": token_multiple, "cp_size": cp_size}
-    real = pack_microbatch([build(5)], **sizes)
-    dummy = pack_microbatch(samples, schema=SampleSchema.of(build(5)), **sizes, num_tokens=num_tokens)
+    real = pack_of([build(5)], **sizes)
+    dummy = pack_of(samples, schema=schema_of(build(5)), **sizes, num_tokens=num_tokens)
     assert {name: (tensor.dtype, tensor.dim()) for name, tensor in dummy.items()} == {
         name: (tensor.dtype, tensor.dim()) for name, tensor in real.items()
     }
@@ -114,16 +118,16 @@ def test_dummy_is_all_filler_in_the_form_of_any_other_pack(samples, token_multip
 
 def test_what_cannot_be_packed():
     no_mask = Sample({"tokens": torch.arange(3)})
-    assert pack_microbatch([no_mask])["tokens"].shape == (1, 3)
+    assert pack_of([no_mask])["tokens"].shape == (1, 3)
     with pytest.raises(BalanceError, match="no loss_mask"):
-        pack_microbatch([no_mask], token_multiple=2)
+        pack_of([no_mask], token_multiple=2)
     with pytest.raises(BalanceError, match="no loss_mask"):
-        pack_microbatch([], schema=SampleSchema.of(no_mask))
-    with pytest.raises(BalanceError, match="neither samples nor a schema"):
-        pack_microbatch([])
+        pack_of([], schema=schema_of(no_mask))
+    with pytest.raises(BalanceError, match="samples without a schema"):
+        pack_of([])
     for samples, num_tokens, least in (([build(10)], 10, 12), ([build(10)], 14, 12), ([build(10)], 8, 12), ([], 0, 4)):
         with pytest.raises(BalanceError, match=f"num_tokens is {num_tokens}: .* multiple of 4, .* least {least}"):
-            pack_microbatch(samples, schema=SampleSchema.of(build(10)), token_multiple=4, num_tokens=num_tokens)
+            pack_of(samples, schema=schema_of(build(10)), token_multiple=4, num_tokens=num_tokens)
 
 
 FILLER_TOKENS, MAX_FILLERS = 128, 4
@@ -139,9 +143,9 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
     token_multiple, cp_size = parallel
     samples = [build(length) for length in lengths]
     sizes = {"token_multiple": token_multiple, "cp_size": cp_size}
-    plain = pack_microbatch(samples, **sizes)
+    plain = pack_of(samples, **sizes)
     num_tokens, num_sequences = plain["tokens"].shape[1], plain["cu_seqlens"].shape[1]
-    filled = pack_microbatch(samples, **sizes, num_tokens=-(-num_tokens // bucket) * bucket)
+    filled = pack_of(samples, **sizes, num_tokens=-(-num_tokens // bucket) * bucket)
     assert filled["tokens"].shape[1] == -(-num_tokens // bucket) * bucket
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
         assert torch.equal(filled[name][:, :num_tokens], plain[name])
@@ -166,7 +170,7 @@ REAL = 7
 def test_each_rank_finds_the_padding_of_its_tokens(lengths, parallel, num_tokens):
     token_multiple, cp_size = parallel
     samples = [Sample({name: torch.full((length,), REAL) for name in ("tokens", "loss_mask")}) for length in lengths]
-    pack = pack_microbatch(samples, token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens)
+    pack = pack_of(samples, token_multiple=token_multiple, cp_size=cp_size, num_tokens=num_tokens)
     tokens = pack["tokens"][0]
     bounds = pack.get("cu_seqlens_padded", pack["cu_seqlens"])[0].tolist()
     for cp_rank in range(cp_size):
@@ -196,8 +200,8 @@ def test_few_shapes_add_empty_sequences_in_front_and_no_tokens(lengths, parallel
     token_multiple, cp_size = parallel
     sizes = {"token_multiple": token_multiple, "cp_size": cp_size}
     samples = [build(length) for length in lengths]
-    sizes |= {"schema": SampleSchema.of(build(1))}
-    exact, few = (pack_microbatch(samples, **sizes, few_shapes=rounds) for rounds in (False, True))
+    sizes |= {"schema": schema_of(build(1))}
+    exact, few = (pack_of(samples, **sizes, few_shapes=rounds) for rounds in (False, True))
     total = exact["tokens"].shape[1]
     for name in exact.keys() - {"max_seqlen"}:
         if name.startswith("cu_seqlens"):

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from sample_rows import Sample, rows_of, samples_of, schema_of
 from torch import Tensor
 
 from megatron_balance import BalanceError
 from megatron_balance.runtime.gather import image_patches
 from megatron_balance.samples.packing import pack_microbatch
-from megatron_balance.samples.sample import Sample, SampleSchema
 from megatron_balance.samples.unpacking import split_packed
 
 
@@ -26,20 +26,20 @@ def sample(length: int, image_patches: list[int], first: int = 1) -> Sample:
 
 def test_packs_have_images_in_the_order_of_samples() -> None:
     samples = [sample(4, [2, 3]), sample(2, [], 10), sample(5, [4], 20)]
-    batch = pack_microbatch(samples, token_multiple=4, cp_size=2)
+    batch = pack_microbatch(samples_of(samples), token_multiple=4, cp_size=2)
     assert torch.equal(batch["pixel_values"], torch.cat([one.ragged["pixel_values"] for one in samples]))
     assert batch["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 3], [1, 1, 4]]
     assert batch["image_grid_thw_lengths"].tolist() == [2, 0, 1]
     assert batch["pixel_values_lengths"].tolist() == [5, 0, 4]
-    for one, again in zip(samples, split_packed(batch), strict=True):
-        assert SampleSchema.of(one) == SampleSchema.of(again)
-        for name, tensor in {**one.per_token, **one.ragged}.items():
-            assert torch.equal({**again.per_token, **again.ragged}[name], tensor), name
+    for one, again in zip(samples, rows_of(split_packed(batch)), strict=True):
+        assert schema_of(one) == schema_of(again)
+        for name, tensor in one.tensors.items():
+            assert torch.equal(again.tensors[name], tensor), name
 
 
 def test_a_pack_without_an_image_and_a_dummy_have_the_keys() -> None:
-    schema = SampleSchema.of(sample(4, [2]))
-    for batch in (pack_microbatch([sample(2, [])]), pack_microbatch([], schema=schema, token_multiple=2)):
+    without_image, dummy = samples_of([sample(2, [])]), samples_of([], schema=schema_of(sample(4, [2])))
+    for batch in (pack_microbatch(without_image), pack_microbatch(dummy, token_multiple=2)):
         assert batch["pixel_values"].shape == (0, 3)
         assert batch["image_grid_thw"].dtype == torch.int64
         assert batch["pixel_values_lengths"].tolist() == [0]
@@ -60,16 +60,16 @@ def rows(**changes: Any) -> dict[str, Tensor]:
 
 
 def test_rows_say_how_many_entries_each_sequence_has() -> None:
-    samples = split_packed(rows())
+    samples = rows_of(split_packed(rows()))
     assert [one.ragged["pixel_values"].flatten().tolist() for one in samples] == [[0, 1, 2], [3], [4, 5, 6]]
     assert [len(one.ragged["image_grid_thw"]) for one in samples] == [2, 1, 1]
 
 
 def test_masked_tokens_at_the_end_stay_where_images_may_stand_there() -> None:
     masked = rows(loss_mask=torch.tensor([[1.0, 1, 1, 0, 0, 0], [1.0, 0, 0, 0, 0, 0]]), tokens=torch.ones(2, 6).long())
-    assert [one.length for one in split_packed(masked)] == [3, 2, 4]
+    assert [one.length for one in rows_of(split_packed(masked))] == [3, 2, 4]
     plain = {name: tensor for name, tensor in masked.items() if "image" not in name and "pixel" not in name}
-    assert [one.length for one in split_packed(plain)] == [3, 1, 1]
+    assert [one.length for one in rows_of(split_packed(plain))] == [3, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_grid_counts_each_frame_as_an_image() -> None:
         for images, frames in (([1, 4, 6, 1, 2, 2], [3, 2, 5]), ([], []), ([1, 4, 6], []))
     ]
     expected = [[24 + 4 + 3 * 10, 24**2 + 4**2 + 3 * 10**2], [0, 0], [24, 24**2]]
-    assert image_patches(samples).tolist() == expected
+    assert image_patches(samples_of(samples)).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_a_grid_counts_each_frame_as_an_image() -> None:
 )
 def test_patches_that_cannot_be_counted(ragged: dict[str, Tensor], phrase: str) -> None:
     with pytest.raises(BalanceError, match=phrase):
-        image_patches([with_ragged(**ragged)])
+        image_patches(samples_of([with_ragged(**ragged)]))

@@ -47,10 +47,10 @@ def test_every_row_becomes_a_sample_of_its_length(rows: list[list[int]], mask: s
     sources = [PAD] + [ATTENTION_MASK] * (mask not in ("none", "square"))
     for padding in sources:
         samples = split_packed(with_row_lengths(batch, padding=padding))
-        assert [sample.per_token["tokens"].tolist() for sample in samples] == rows
-        assert [sample.per_token["labels"].tolist() for sample in samples] == [[*row[1:], END] for row in rows]
-        assert all(sample.per_token["loss_mask"].all() for sample in samples)
-        assert not any(ATTENTION_MASK in {*sample.per_token, *sample.per_sample} for sample in samples)
+        assert [tokens.tolist() for tokens in samples.columns["tokens"]] == rows
+        assert [labels.tolist() for labels in samples.columns["labels"]] == [[*row[1:], END] for row in rows]
+        assert all(mask.all() for mask in samples.columns["loss_mask"])
+        assert ATTENTION_MASK not in samples.columns
 
 
 def test_what_looks_like_padding_stays_where_it_is_learned_or_followed_and_one_token_always() -> None:

@@ -1,28 +1,17 @@
-"""What a sample may carry, and the schema by which samples are compared."""
+"""The schema by which samples are compared, and their joining."""
 
 import pytest
 import torch
+from sample_rows import Sample, samples_of, schema_of
 
 from megatron_balance import BalanceError
-from megatron_balance.samples.sample import Sample, SampleSchema
+from megatron_balance.samples.sample import Samples, SampleSchema
 
 
 def sample(length=3, *, entries=2, **more):
     per_token = {"tokens": torch.arange(length), "loss_mask": torch.ones(length), **more}
     ragged = {"pixels": torch.zeros(2 * entries, 4), "grids": torch.zeros(entries, 3)}
-    return Sample(per_token, per_sample={"id": torch.tensor(7)}, ragged=ragged if length else {})
-
-
-@pytest.mark.parametrize(
-    ("per_token", "phrase"),
-    [
-        ({}, "at least one per-token"),
-        ({"tokens": torch.zeros(3), "labels": torch.zeros(2)}, "'labels'.* has 2 tokens and 'tokens' has 3"),
-    ],
-)
-def test_a_bad_sample_says_which_key(per_token, phrase):
-    with pytest.raises(BalanceError, match=phrase):
-        Sample(per_token)
+    return Sample(per_token, per_sample={"id": torch.tensor(7)}, ragged=ragged)
 
 
 def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries():
@@ -34,8 +23,8 @@ def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries()
         )
         for length, keys, ids in ((2, ("a", ("b", 3)), "dc"), (9, (("b", 3), "a"), "cd"))
     )
-    schema = SampleSchema.of(one)
-    assert schema == SampleSchema.of(two) == SampleSchema.from_text(schema.to_text())
+    schema = schema_of(one)
+    assert schema == schema_of(two) == SampleSchema.from_text(schema.to_text())
     assert [key.name for key in schema.keys] == ["a", "b", "c", "d", "images"]
 
 
@@ -54,13 +43,14 @@ def test_schema_depends_neither_on_the_order_of_keys_nor_on_numbers_of_entries()
         ),
     ],
 )
-def test_samples_share_a_schema_or_say_why_not(other, phrase):
+def test_items_share_a_schema_or_say_why_not(other, phrase):
+    parts = [samples_of([]), samples_of([sample()]), samples_of([other])]
     if phrase is None:
-        assert SampleSchema.shared_by(map(SampleSchema.of, [sample(), other])) == SampleSchema.of(sample())
+        assert Samples.joined(parts).schema == schema_of(sample())
     else:
-        with pytest.raises(BalanceError, match=f"Sample 1 differs.*{phrase}"):
-            SampleSchema.shared_by(map(SampleSchema.of, [sample(), other]))
-    assert SampleSchema.shared_by([]) is None
+        with pytest.raises(BalanceError, match=f"Item 2 differs from item 1.*{phrase}"):
+            Samples.joined(parts)
+    assert Samples.joined([]).schema is None
 
 
 def test_a_peer_cannot_name_another_object_of_torch():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_rows import rows_of
 
 from megatron_balance import BalanceError
 from megatron_balance.samples.packing import pack_microbatch, with_attention_keys
@@ -50,7 +51,7 @@ rows = st.lists(st.lists(sequences, min_size=1, max_size=4), min_size=1, max_siz
 
 
 def tokens_of(samples):
-    return [sample.per_token["tokens"].tolist() for sample in samples]
+    return [tokens.tolist() for tokens in samples.columns["tokens"]]
 
 
 @given(rows, st.integers(0, 5), st.booleans(), st.sampled_from([(1, 1), (4, 1), (4, 2)]))
@@ -82,7 +83,7 @@ def test_other_keys_are_per_token_one_a_row_or_one_a_sequence():
     batch["logits"] = torch.arange(15).view(3, 5, 1).expand(3, 5, 3)
     batch["weight"] = torch.tensor([0.5, 0.25, 1.0])
     batch["sequence_id"] = torch.tensor([[10], [11], [12], [13], [14]])
-    samples = split_packed(batch)
+    samples = rows_of(split_packed(batch))
     assert [sample.per_sample["weight"].item() for sample in samples] == [0.5, 0.5, 0.25, 0.25, 1.0]
     assert [sample.per_sample["sequence_id"].tolist() for sample in samples] == [[10], [11], [12], [13], [14]]
     assert samples[3].per_token["logits"].tolist() == [[6, 6, 6]]
@@ -152,7 +153,7 @@ def bridge_batch(**keys):
     ],
 )
 def test_sequences_of_megatron_bridge_are_found(lengths, keys):
-    assert [sample.length for sample in split_packed(with_cu_seqlens(bridge_batch(**keys)))] == lengths
+    assert split_packed(with_cu_seqlens(bridge_batch(**keys))).lengths.tolist() == lengths
 
 
 def test_cross_attention_is_refused():

@@ -32,6 +32,7 @@ from megatron_balance.adapters.kit import Function, Hook
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import gather_lengths
+from megatron_balance.samples.sample import Samples
 
 if TYPE_CHECKING:
     from megatron_balance.adapters.areal import ArealOptions
@@ -102,7 +103,7 @@ def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
     """The outcome, once every rank of the group has one; a BalanceError on all of them where one has failed."""
     problem = outcome.text if isinstance(outcome, Failure) else None
     try:
-        gather_lengths([], group=group, error=problem, device=buffer_device(group))
+        gather_lengths(Samples.joined([]), group=group, error=problem, device=buffer_device(group))
     except BalanceError as error:
         raise error from (outcome.error if isinstance(outcome, Failure) else None)
     assert not isinstance(outcome, Failure), "a problem raises"

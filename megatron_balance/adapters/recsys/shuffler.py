@@ -33,7 +33,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
-from megatron_balance.samples.sample import Sample, Samples
+from megatron_balance.samples.sample import Kind, Samples
 
 Ints = NDArray[np.int64]
 
@@ -90,7 +90,7 @@ def start_shuffle_async(
     group = dist.group.WORLD if pg_group is None else pg_group
     assert group is not None, "a shuffle needs torch.distributed to be initialised"
     workloads = self.get_workloads(batch, *args, **kwargs)
-    samples, problem = Samples.of([]), None
+    samples, problem = Samples.joined([]), None
     try:
         _check(batch, workloads=workloads)
         lengths = [value.lengths() for _, value in _fields(batch) if isinstance(value, KeyedJaggedTensor)]
@@ -98,7 +98,7 @@ def start_shuffle_async(
         flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads, *lengths)])
         costs, *key_lengths = flat.cpu().numpy().reshape(-1, batch.batch_size)
         real = np.arange(batch.actual_batch_size)
-        samples = Samples.of(_split(batch, lengths=key_lengths)).select(real)
+        samples = _split(batch, lengths=key_lengths).select(real)
         samples = dataclasses.replace(samples, values=costs[real, None])
     except BalanceError as error:
         problem = str(error)
@@ -122,7 +122,7 @@ def finish_shuffle(
         group=handle.group,
         device=batch.features.values().device,
     )
-    return _join(batch, [*moved])
+    return _join(batch, moved)
 
 
 def make_shuffler_class(base: type) -> type:
@@ -239,47 +239,47 @@ def _check(batch: Any, *, workloads: torch.Tensor) -> None:
             raise BalanceError(f"{name} has {value.stride()} samples: it must have batch_size, {size}.")
 
 
-def _split(batch: Any, *, lengths: Sequence[Ints]) -> list[Sample]:
-    """Every sample, padding included; `lengths` are `[batch_size]` of each key."""
+def _split(batch: Any, *, lengths: Sequence[Ints]) -> Samples:
+    """Every sample, padding included, as one token; `lengths` are `[batch_size]` of each key."""
     size, key_lengths = batch.batch_size, iter(lengths)
-    dense: dict[str, Sequence[torch.Tensor]] = {"samples of a batch": [torch.empty(size, 0)] * size}
-    ragged: dict[str, Sequence[torch.Tensor]] = {}
+    token = torch.zeros(1, dtype=torch.uint8, device=batch.features.values().device)
+    columns: dict[str, Sequence[torch.Tensor]] = {"sample": [token] * size}
+    columns["samples of a batch"] = [torch.empty(size, 0)] * size
+    kinds: dict[str, Kind] = {"sample": "per_token", "samples of a batch": "per_sample"}
     for name, value in _fields(batch):
         if not isinstance(value, KeyedJaggedTensor):
-            dense[name] = value.reshape(size, value.shape[0] // size, *value.shape[1:]).unbind()
+            columns[name] = value.reshape(size, value.shape[0] // size, *value.shape[1:]).unbind()
+            kinds[name] = "per_sample"
             continue
         keys = list(value.keys())
         entries = [entry for _ in keys for entry in next(key_lengths).tolist()]
         for suffix, tensor in _parts(value):
             pieces = tensor.split(entries)
             for index, key in enumerate(keys):
-                ragged[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
-    token = torch.zeros(1, dtype=torch.uint8, device=batch.features.values().device)
-    return [
-        Sample(
-            {"sample": token},
-            per_sample={name: pieces[sample] for name, pieces in dense.items()},
-            ragged={name: pieces[sample] for name, pieces in ragged.items()},
-        )
-        for sample in range(size)
-    ]
+                columns[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
+                kinds[f"{name}/{key}{suffix}"] = "ragged"
+    return Samples.from_columns(columns, kinds=kinds, lengths=np.ones(size, dtype=np.int64))
 
 
-def _join(batch: Any, samples: Sequence[Sample]) -> Any:
+def _join(batch: Any, samples: Samples) -> Any:
     """A batch of the same class with these samples, and then padding."""
     replaced: dict[str, Any] = {}
+
+    def column(name: str) -> Sequence[torch.Tensor]:
+        return samples.columns.get(name, ())
+
     for name, value in _fields(batch):
         if not isinstance(value, KeyedJaggedTensor):
-            replaced[name] = torch.cat([value[:0], *(sample.per_sample[name] for sample in samples)])
+            replaced[name] = torch.cat([value[:0], *column(name)])
             continue
         keys = list(value.keys())
         columns = [
-            torch.cat([tensor[:0], *(sample.ragged[f"{name}/{key}{suffix}"] for key in keys for sample in samples)])
+            torch.cat([tensor[:0], *(entries for key in keys for entries in column(f"{name}/{key}{suffix}"))])
             for suffix, tensor in _parts(value)
         ]
         lengths = np.zeros((len(keys), batch.batch_size), dtype=np.int64)
         for row, key in zip(lengths, keys, strict=True):
-            row[: len(samples)] = [len(sample.ragged[f"{name}/{key}"]) for sample in samples]
+            row[: len(samples)] = [*map(len, column(f"{name}/{key}"))]
         replaced[name] = KeyedJaggedTensor.from_lengths_sync(
             keys=keys,
             values=columns[0],

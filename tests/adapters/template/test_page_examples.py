@@ -21,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from sample_rows import Sample, samples_of
 
 from megatron_balance import BalanceError, CostModel, ModelShape
-from megatron_balance.samples.sample import Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "write-an-adapter.md"
 ALGORITHMS, BATCHES = "nemo_rl.data.packing.algorithms", "nemo_rl.distributed.batched_data_dict"
@@ -173,8 +173,9 @@ LENGTHS = ([16, 15, 14, 13], [1, 2, 3, 4])
 def run_rank() -> list[list[list[int]]]:
     """The tokens of each micro-batch of this rank."""
     samples = [Sample({"tokens": torch.full((length,), length)}) for length in LENGTHS[dist.get_rank()]]
+    samples = samples_of(samples)
     slots = page.balanced_microbatches(samples, group=dist.group.WORLD, cost_model=CostModel.tokens(), max_tokens=20)
-    return [[sample.per_token["tokens"].tolist() for sample in slot] for slot in slots]
+    return [[tokens.tolist() for tokens in slot.columns["tokens"]] for slot in slots]
 
 
 def test_samples_move_by_plan_and_each_runs_once() -> None:
