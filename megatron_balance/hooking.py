@@ -113,11 +113,7 @@ class Patches:
             setattr(owner, name, wrapped)
 
     def undo(self) -> None:
-        """Restore the original objects.
-
-        Raises:
-            BalanceError: other code has replaced one of them since; nothing is changed then.
-        """
+        """Restore the original objects; BalanceError, and no change, where other code has replaced one since."""
         for owner, name, _, wrapped in self._bindings:
             if vars(owner).get(name) is not wrapped:
                 raise BalanceError(f"{owner.__name__}.{name} was replaced after it was hooked: undo that first.")
@@ -136,11 +132,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
-    """Check all hooks, then install them; `version` is the name and version of the patched package, for messages.
-
-    Raises:
-        BalanceError: a target is missing or not as expected; nothing is changed then.
-    """
+    """Check all hooks, then install them, or raise BalanceError; `version` names the patched package in messages."""
     bindings: list[_Binding] = []
     for hook in hooks:
         try:
@@ -233,11 +225,7 @@ class Installation(Generic[Settings]):
         return self.settings is not None
 
     def version(self) -> str | None:
-        """The system's version, which is a tested one, or ANY_VERSION is set; None in a source folder.
-
-        Raises:
-            BalanceError: another version; names the tested ones, the remedy and ANY_VERSION.
-        """
+        """The system's version, None in a source folder; BalanceError for an untested one, unless ANY_VERSION is 1."""
         version, tested = self._version_of(self._system), self._versions
         is_tested = version is None or version in tested or version.startswith(tuple(f"{name}." for name in tested))
         if tested and not is_tested and os.environ.get(ANY_VERSION) != "1":
@@ -282,10 +270,7 @@ class Installation(Generic[Settings]):
         self._in_place.append(patches)
 
     def while_installed(self, stock: Function, balanced: Function) -> Function:
-        """A hook for modules that may be loaded, and bind it by value, at any time: for these `undo` comes too late.
-
-        It calls `balanced`, with the settings first, while hooks are installed, and else the stock function.
-        """
+        """A hook for modules that bind it by value at any time; while installed, it calls `balanced(settings, …)`."""
 
         @functools.wraps(stock)
         def hook(*positional: Any, **keywords: Any) -> Any:
@@ -298,11 +283,7 @@ class Installation(Generic[Settings]):
         return hook
 
     def undo(self) -> None:
-        """Remove the hooks, the latest first. Objects made with them keep them.
-
-        Raises:
-            BalanceError: other code has wrapped a hooked function since; that hook and earlier ones stay.
-        """
+        """Remove the hooks, the latest first, up to one that other code has wrapped since: a BalanceError."""
         while self._in_place:
             self._in_place[-1].undo()
             self._in_place.pop()
@@ -365,15 +346,13 @@ def check_not_started(actor_class: Any) -> None:
         raise BalanceError(f"a {name} was started already: install the balancing before it starts.")
 
 
-def launch(adapter: str, *, prefix: str = "", module: str | None = None, command: str | None = None) -> None:
+def launch(adapter: str, *, command: str | None = None) -> None:
     """The command `python -m ADAPTER [FLAGS] (SCRIPT | -m MODULE) [ARGS …]`: installs, then runs the target as main.
 
     Flags are the options of the adapter's `install`, with their defaults.
 
     Args:
         adapter: the module that has `install`.
-        prefix: of the flags' names, where the host has flags of the same names.
-        module: what always runs in place of a script; all flags that are not the adapter's are its own.
         command: the module that was run, where it is not the adapter.
 
     Raises:
@@ -384,30 +363,24 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
         install = importlib.import_module(adapter).install
     except ImportError as error:
         raise SystemExit(f"megatron_balance: {adapter} needs what it balances in this environment: {error}.") from error
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {command or adapter}", add_help=module is None, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m {command or adapter}", allow_abbrev=False)
     options = inspect.signature(install).parameters
     for name, parameter in options.items():
-        flag, default = f"--{prefix}{name.replace('_', '-')}", parameter.default
+        flag, default = f"--{name.replace('_', '-')}", parameter.default
         if isinstance(default, bool):
             parser.add_argument(flag, dest=name, action="store_true")
         else:
             kind = str if default is None else type(default)
             parser.add_argument(flag, dest=name, type=kind, default=default, help=f"by default {default}")
-    if module is None:
-        parser.add_argument("-m", dest="as_module", action="store_true", help="the target is a module, not a file")
-        parser.add_argument("target", help="script or module to run")
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-        flags = parser.parse_args()
-        as_module, target, arguments = flags.as_module, flags.target, flags.arguments
-    else:
-        flags, arguments = parser.parse_known_args()
-        as_module, target = True, module
-    if not as_module and not Path(target).is_file():
-        parser.error(f"there is no script {target!r}")
-    sys.argv = [target, *arguments]
-    if not as_module:
+    parser.add_argument("-m", dest="as_module", action="store_true", help="the target is a module, not a file")
+    parser.add_argument("target", help="script or module to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    flags = parser.parse_args()
+    target = flags.target
+    sys.argv = [target, *flags.arguments]
+    if not flags.as_module:
+        if not Path(target).is_file():
+            parser.error(f"there is no script {target!r}")
         # As Python does for a script; before the host is imported, which may lie beside the script.
         sys.path[0] = str(Path(target).resolve().parent)
     try:
@@ -415,7 +388,7 @@ def launch(adapter: str, *, prefix: str = "", module: str | None = None, command
     except BalanceError as error:
         raise SystemExit(f"megatron_balance: {error}") from error
     try:
-        if as_module:
+        if flags.as_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")

@@ -1,7 +1,7 @@
 """TorchSpec adapter: ranks of a speculative-decoding trainer get batches of similar lengths.
 
 `install(approach="B", window=4)` before the controller starts, or `python -m megatron_balance.adapters.torchspec
---balance-approach B ...` in place of `python -m torchspec.train_entry ...`: all but `--balance-*` goes to TorchSpec.
+--approach B -m torchspec.train_entry ...` in place of `python -m torchspec.train_entry ...`.
 
 TorchSpec's controller collects samples in a pool, and every dispatch gives each rank `per_dp_rank_batch_size` of
 them in turn. The trainer pads them to the longest, and all ranks wait for the slowest.
@@ -347,4 +347,4 @@ class DispatchWindow:
 
 
 if __name__ == "__main__":
-    launch("megatron_balance.adapters.torchspec", prefix="balance-", module="torchspec.train_entry")
+    launch("megatron_balance.adapters.torchspec")

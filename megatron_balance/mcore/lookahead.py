@@ -89,9 +89,8 @@ class IteratorCache:
     def wrap(self, iterator: Any) -> tuple[Iterator[Any], PullAhead]:
         """The iterator to ask for a step's items, and where to pull the next step's. No fetch may be running.
 
-        A `PullAhead` takes the place of the source in Megatron's RerunDataIterator, for good: what Megatron pulls
-        itself comes in order, too. Iterators over the same source share one. One without queued items is dropped when
-        another iterator is passed.
+        A `PullAhead` takes the place of the source in Megatron's RerunDataIterator, for good. Iterators over one source
+        share it; one without queued items is dropped when another iterator is passed.
         """
         replays = hasattr(iterator, "replaying") and hasattr(iterator, "iterable")
         source = iterator.iterable if replays else iterator
@@ -114,9 +113,8 @@ class IteratorCache:
 class StepThread:
     """The thread of a rank that prepares steps while others run, for training and evaluation.
 
-    On a GPU it has the device of the thread that made it, and a stream of its own, which follows what was on the other
-    when the job was submitted: a loader's `.cuda()` would else go to device 0, and copies to the host wait for the
-    step's kernels.
+    On a GPU it has the device of the thread that made it, where a loader's `.cuda()` belongs, and a stream of its own,
+    which follows what was on the other when a job was submitted: else copies to the host wait for the step's kernels.
     """
 
     def __init__(self) -> None:

@@ -107,10 +107,7 @@ def run_of_model(
     num_steps_done: Callable[[], int] | None = None,
     **options: Any,
 ) -> BalancedForwardBackward | None:
-    """The balanced run of a loop that parses no Megatron arguments, or None where it stays stock.
-
-    Without `eval_iters` forward-only calls stay Megatron's own; `options` are further ones by Megatron's names.
-    """
+    """The balanced run of a loop that parses no Megatron arguments but has `options`; None where it stays stock."""
     if is_off("Megatron Core"):
         return None
     from megatron.core import parallel_state

@@ -211,10 +211,7 @@ def _refuse_without(keyword: str, reason: str, remedy: str, *, model: Any) -> No
 
 
 def _router_masks(sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords) -> list[Tensor]:
-    """True where a token is padding, on the device: `[1, t]` a micro-batch, t tokens of this context-parallel rank.
-
-    One copy to the device serves the step.
-    """
+    """True where a token of this context-parallel rank is padding: `[1, t]` a micro-batch, in one copy to the GPU."""
     dp_cp_rank = coords.dp * topology.cp_size + coords.cp
     masks = [
         padding_mask(

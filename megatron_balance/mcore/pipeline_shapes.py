@@ -77,8 +77,7 @@ def planned_shapes(
 ) -> PipelineShapes | None:
     """The shapes of a step's messages, by the arguments of its schedule; None where stages exchange them as in stock.
 
-    They do where messages are not one activation a micro-batch: with multi-token prediction on a stage of its own,
-    hyper-connections, or a caller that brings its own communicator or adjusts shapes (several modules, distillation).
+    They do with multi-token prediction on its own stage, hyper-connections, or a caller's own communicator or shapes.
     """
     if topology.pp_size == 1:
         return None

@@ -44,10 +44,7 @@ PARENT_CHECK_SECONDS = 1.0
 
 
 class PlanProcess:
-    """Plans global batches, large ones in a process that the first of them starts.
-
-    It counts as hanging after a timeout, below the time that peers wait for this rank, and is killed.
-    """
+    """Plans global batches, large ones in a process, which is killed if it has no answer before peers stop waiting."""
 
     def __init__(self, *, timeout: timedelta, warn: Callable[[str], None] = lambda text: None) -> None:
         self._warn = warn
@@ -118,10 +115,9 @@ class PlanProcess:
 
 
 def serve(number: int, *, parent: int) -> None:
-    """Answers requests on a file descriptor, the keywords of `build_data_schedule`, until the parent process ends.
+    """Answers requests, the keywords of `build_data_schedule`, by the plan or the BalanceError of the arguments.
 
-    The answer is the plan, or the BalanceError of the arguments; any other error ends this process. Children that the
-    parent forks hold the connection open as well: so its id is compared, too.
+    It ends with the parent, whose id is compared, too: children that the parent forks hold the connection open as well.
     """
     connection: Connection[Any, Any] = Connection(number)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -162,10 +162,7 @@ class StepBuilder:
         return self._dp_group is not None
 
     def build(self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False) -> BalancedStep:
-        """One step, on every rank of the group, of the items that were fetched where `num_items` were wanted.
-
-        A BalanceError is raised on every rank of the group; its cause is the error of other code on this rank.
-        """
+        """One step, on every rank of the group, of the items that were fetched, or a BalanceError on every rank."""
         started = time.perf_counter()
         group, topology, settings = self._dp_group, self.topology, self.settings
         assert group is not None, "this rank loads data"
@@ -290,10 +287,7 @@ def _split_item(item: Any, *, unpad: int | str | None) -> Samples:
 def sizes_of_replica(
     schedule: DataSchedule, *, dp_rank: int, shape_bucket: int, loss_weights: NDArray[np.float64] | None = None
 ) -> tuple[tuple[MicrobatchSizes, ...], list[list[Ints]], int]:
-    """What each context-parallel rank of a replica runs, one for all where sizes do not differ; tokens of the step.
-
-    Between the two the sample ids of each micro-batch of these ranks.
-    """
+    """What each rank that shares micro-batches runs, one for all at one size; their sample ids; tokens of the step."""
     cp_sizes, topology = schedule.cp_size_grid, schedule.topology
     tokens = schedule.slot_tokens().reshape(cp_sizes.shape)
     for size in np.unique(cp_sizes[cp_sizes > 0]).tolist():

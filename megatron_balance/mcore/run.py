@@ -86,10 +86,7 @@ def build_run(
     """The balanced run of any loop, or None where it stays stock; every rank of the world calls it.
 
     Options, `shape` and `cost` are as for `settings_of`, `args` and `num_steps_done` as for `BalancedForwardBackward`;
-    `hooks` are those that a run with some options needs.
-
-    Raises:
-        BalanceError: on every rank; names the settings that differ, or the ranks that did not take part.
+    `hooks` are those that a run with some options needs. A BalanceError is raised on every rank.
     """
     settings: Settings | None = None
     problem = None

@@ -87,7 +87,7 @@ def check_sequence_bounds(mixer: Any, states: Any, packed_seq_params: Any) -> No
 def _name_comm_type(module: Any) -> None:
     """Tell the kernel `--cp-comm-type`: layers do so only where the static group has several ranks.
 
-    It stays, for a kernel that recomputation calls alone; a static group of one rank does not read it.
+    It stays, for a kernel that recomputation calls alone.
     """
     comm_type = module.config.cp_comm_type
     if isinstance(comm_type, list):

@@ -40,12 +40,7 @@ class Finding(NamedTuple):
 
 
 def check_cluster(*, flags: Sequence[str], problems: Sequence[str]) -> Iterator[Finding]:
-    """Meet with the other ranks; every rank of the world calls it.
-
-    Args:
-        flags: of the training script.
-        problems: that this rank has seen before.
-    """
+    """Meet with the other ranks, which have seen `problems`; `flags` are those of the script. Every rank calls it."""
     # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
     store, rank, num_ranks = next(rendezvous("env://", timeout=TIMEOUT))
     world = Rendezvous(store, rank=rank, num_ranks=num_ranks, timeout=TIMEOUT)

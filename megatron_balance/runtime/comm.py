@@ -146,10 +146,9 @@ def _parts(buffer: Tensor, sizes: Mapping[int, int]) -> list[tuple[int, Tensor]]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Of the group's collectives now; messages between two ranks would keep the one that the group was made with.
+    """Of the group's collectives now (`--distributed-timeout-seconds-after-init`): messages keep the one at its making.
 
-    Megatron shortens it once training runs (`--distributed-timeout-seconds-after-init`). torch has no public name for
-    it, and wraps the group under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    torch has no public name for it, and wraps the group under TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     return getattr(backend, "wrapped_pg", backend).options._timeout

@@ -148,10 +148,9 @@ def _all_equal(
     template: str,
     error: str | None = None,
 ) -> bool:
-    """True if every rank has a digest; where two differ, or a rank has an error, all raise.
+    """True if every rank has a digest; where two differ (`template` says which), or a rank has an error, all raise.
 
-    The dissemination barrier (Hensgen, Finkel and Manber 1988): in round k a rank sends what it knows to the rank 2**k
-    above. `template` is the error that names the ranks that differ.
+    The dissemination barrier (Hensgen, Finkel and Manber 1988): in round k a rank sends to the rank 2**k above.
     """
     equal, complete, value = error is None, digest != NO_DIGEST, digest
     rank, size = group.rank(), group.size()

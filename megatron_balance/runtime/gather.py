@@ -169,10 +169,7 @@ def _common_schema(announcements: Sequence[bytes], *, group: dist.ProcessGroup) 
 
 
 def image_patches(samples: Samples) -> NDArray[np.int64]:
-    """`[num_samples, 2]`: patches that a vision encoder runs for each sample, and the sum of each image's, squared.
-
-    `image_grid_thw` and `video_grid_thw`, as processors of the Qwen-VL family make them, describe each image.
-    """
+    """`[num_samples, 2]`: patches of each sample's images, by Qwen-VL's grids, and the sum of their squares."""
     sums = np.zeros((len(samples), 2), dtype=np.int64)
     ragged = [key.name for key in (samples.schema.keys if samples.schema else ()) if key.kind == "ragged"]
     grids = [samples.columns[name] for name in GRID_KEYS if name in ragged]

@@ -68,7 +68,7 @@ def environment(device: str) -> dict[str, Any]:
 def version_of(package: str) -> str | None:
     """The version of a package, without the commit after its `+`; None where it has none.
 
-    Of Megatron Core that of the module which is imported: a checkout has no metadata, or those of another release.
+    Of Megatron Core that of the imported module: a checkout has no metadata, or those of another release.
     """
     with contextlib.suppress(ImportError, AttributeError):  # the first is of missing metadata too
         if package == "megatron-core":

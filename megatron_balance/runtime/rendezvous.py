@@ -43,9 +43,7 @@ def check_settings_match(
 ) -> list[str]:
     """Continue only if every rank takes part, with the same settings and without an error; the payload of each rank.
 
-    `settings` are for people too; a name that a rank lacks counts as another value. Every rank raises BalanceError that
-    names the differing settings, the error or the missing ranks; PeerError where rank 0 is missing or the store is
-    gone.
+    Every rank raises a BalanceError that names what differs, the error or missing ranks; PeerError without rank 0.
     """
     store, rank, num_ranks = rendezvous.store, rendezvous.rank, rendezvous.num_ranks
     started, seconds = time.monotonic(), rendezvous.timeout.total_seconds()

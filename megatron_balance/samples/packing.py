@@ -192,10 +192,7 @@ def padding_mask(
 
 
 def with_attention_keys(pack: Mapping[str, Any]) -> dict[str, Any]:
-    """A pack of `pack_microbatch` as Megatron-Bridge's forward steps read it; the inverse of `with_cu_seqlens`.
-
-    `cu_seqlens_q` and `cu_seqlens_kv` are in place of `cu_seqlens`, and so for `cu_seqlens_padded` and `max_seqlen`.
-    """
+    """A pack of `pack_microbatch` under the keys that Megatron-Bridge's forward steps read; see `with_cu_seqlens`."""
     renamed: dict[str, Any] = {}
     for name, value in pack.items():
         if name in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"):

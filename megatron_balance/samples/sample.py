@@ -82,11 +82,7 @@ class SampleSchema:
 
     @staticmethod
     def shared_by(schemas: Iterable[SampleSchema | None]) -> SampleSchema | None:
-        """The one schema of the items of a step; None where none has samples.
-
-        Raises:
-            BalanceError: two of them differ; the message names the key.
-        """
+        """The one schema of the items of a step, None where none has samples; BalanceError where two differ."""
         numbered = ((index, schema) for index, schema in enumerate(schemas) if schema is not None)
         first, shared = next(numbered, (0, None))
         for index, schema in numbered:
@@ -109,11 +105,7 @@ class SampleSchema:
 
     @staticmethod
     def from_text(text: str) -> SampleSchema:
-        """The inverse of `to_text`.
-
-        Raises:
-            BalanceError: a dtype that this torch does not have.
-        """
+        """The inverse of `to_text`; BalanceError for a dtype that this torch does not have."""
         keys: list[KeySpec] = []
         for name, dtype_name, shape, kind in json.loads(text):
             dtype = getattr(torch, dtype_name.removeprefix("torch."), None)

@@ -220,8 +220,7 @@ _BRIDGE_KEYS = (
 def with_cu_seqlens(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch of Megatron-Bridge with `cu_seqlens` and `cu_seqlens_padded`; another batch unchanged.
 
-    Its data sets and forward steps (`megatron/bridge/training/gpt_step.py`, 0.6.2) name the arguments of attention:
-    `cu_seqlens_q` and `cu_seqlens_kv`, both with `_padded` where sequences are padded.
+    Its data sets and forward steps (`megatron/bridge/training/gpt_step.py`, 0.6.2) name the arguments of attention.
     """
     batch = {name: value for name, value in batch.items() if value is not None}
     for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):

@@ -52,11 +52,7 @@ class Layout:
     def from_parallel_state(
         cls, settings: Mapping[str, str], *, timeout: timedelta, error: str | None = None
     ) -> Layout:
-        """The layout of Megatron's parallel state, where all ranks have these settings; all of the world call it.
-
-        Raises:
-            BalanceError: on every rank: settings differ, some rank has an error, or did not take part.
-        """
+        """The layout of Megatron's parallel state; BalanceError on all ranks if one has other settings, or an error."""
         from megatron.core import parallel_state as state
 
         # A single process, and ranks that are not there, meet nobody.
@@ -102,10 +98,7 @@ class Layout:
         return sorted(groups.values())
 
     def data_group(self, *, timeout: timedelta, on_every_tensor_rank: bool) -> dist.ProcessGroup | None:
-        """A new group of the data-parallel ranks that may load data; None on a rank that loads none.
-
-        Of a tensor-parallel group each rank may, or the first one alone.
-        """
+        """A new group of the data-parallel ranks that load data: of a tensor-parallel group all, or the first."""
 
         def dp_group(coords: RankCoords) -> Hashable | None:
             return (coords.tp, coords.cp, coords.pp) if on_every_tensor_rank or coords.tp == 0 else None
@@ -124,10 +117,7 @@ class Layout:
 def make_groups(
     groups: Sequence[Sequence[int]], *, timeout: timedelta, backend: str = "gloo"
 ) -> dist.ProcessGroup | None:
-    """Make process groups, and return this rank's. Every rank of the world calls it with the same lists.
-
-    No rank is in two of them. PeerError where a rank did not make its group.
-    """
+    """Make disjoint process groups, and return this rank's. Every rank of the world calls it with the same lists."""
     this_group = None
     for ranks in groups:
         with waiting_for(f"world {named_ranks(ranks)} to make a process group"):
@@ -145,8 +135,7 @@ def make_groups(
 def _lazy(backend: str) -> str:
     """The backend whose groups connect two ranks when they first talk, where torch (from 2.8) can.
 
-    Connected at once, 10,000 ranks take hours (docs/scale.md). The user's own TORCH_GLOO_LAZY_INIT holds, and is not
-    set here: threads of libraries may read the environment meanwhile.
+    Connected at once, 10,000 ranks take hours (docs/scale.md). The user's own TORCH_GLOO_LAZY_INIT holds.
     """
     if _torch_version() < (2, 8) or "TORCH_GLOO_LAZY_INIT" in os.environ:
         return backend
@@ -184,11 +173,7 @@ def _destroy(group: dist.ProcessGroup) -> None:
 
 
 def refuse_bound_device() -> None:
-    """Raise BalanceError where no gloo group can be made: with device_id, before torch 2.15.
-
-    There the ranks outside a new group split the NCCL communicator of a default group that is bound to a device, for a
-    gloo group too, of which no member does: all hang.
-    """
+    """Refuse device_id before torch 2.15: ranks outside a new gloo group split the NCCL communicator, and hang."""
     waits = dist.is_initialized() and _torch_version() < (2, 15)
     if waits and dist.distributed_c10d._get_default_group().bound_device_id is not None:
         raise BalanceError(

@@ -203,8 +203,7 @@ def _etp(options: Options) -> int:
 def _spans(options: Options, *, ep_size: int) -> bool:
     """A group of experts, or of the tensor-parallel ranks of one, has ranks that hold different micro-batches.
 
-    Megatron forms expert groups of consecutive ranks; `tp*cp` consecutive ranks share a micro-batch, `tp` where
-    micro-batches have sizes of their own.
+    Expert groups are consecutive ranks, as are the `tp*cp` (`tp` with sizes of their own) that share a micro-batch.
     """
     cp_size = 1 if options.get("balance_dynamic_cp") else options.get("context_parallel_size") or 1
     return bool(options.get("num_experts")) and _tp(options) * cp_size % (_etp(options) * ep_size) != 0

@@ -140,9 +140,9 @@ def install(*, switch=False, window: int = 2, cost: str | None = None):
 """
 
 
-def launched(folder, *arguments, options=""):
+def launched(folder, *arguments):
     (folder / "host.py").write_text(HOST)
-    code = f"from megatron_balance.adapters.kit import launch; launch('host'{options})"
+    code = "from megatron_balance.adapters.kit import launch; launch('host')"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
@@ -155,15 +155,13 @@ def launched(folder, *arguments, options=""):
         (["none.py"], "python -m host: error: there is no script 'none.py'"),
         (["--window", "5", "train.py"], "megatron_balance: window is too large."),
         (["--windows", "3", "train.py"], "usage: python -m host"),
-        (["--of-host", "a", "--my-window", "3", "x"], "False 3 None\n['--of-host', 'a', 'x'] __main__"),
     ],
 )
 def test_the_command_takes_the_options_of_install_and_hands_on_the_rest(tmp_path, arguments, message):
     tell = "import sys; print(sys.argv[1:], __name__"
     (tmp_path / "train.py").write_text(f"{tell}, 'beside' * ('beside' in sys.modules or bool(__import__('beside'))))")
     (tmp_path / "beside.py").write_text(f"{tell}) if __name__ == '__main__' else None")
-    options = ", prefix='my-', module='beside'" if "--my-window" in arguments else ""
-    process = launched(tmp_path, *arguments, options=options)
+    process = launched(tmp_path, *arguments)
     assert message in process.stdout + process.stderr
     assert "Traceback" not in process.stderr
 
