@@ -19,7 +19,6 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -156,28 +155,19 @@ def _raised_on_all(options: ArealOptions, method: Function) -> Function:
 
 
 def _rolled_out_by_one(_: ArealOptions, method: Function) -> Function:
-    name = method.__name__
-
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> list[Batch]:
-        engine, rollout_engine = self.train_engine, self.rollout_engine
+        engine = self.train_engine
         if engine.data_parallel_world_size == 1:
             return method(self, *args, **kwargs)
         if not hasattr(self, "_balance_waiting_group"):
             self._balance_waiting_group = dist.new_group(backend="gloo", timeout=MAX_WAIT)
+        # Engines have the method with the same parameters.
+        roll_out = getattr(self.rollout_engine, method.__name__)
+        rollouts = attempt(roll_out, *args, **kwargs) if _is_first(engine) else []
         waiting_group: Any = self._balance_waiting_group
-        wait = functools.partial(_agreed, group=waiting_group)
-        if not engine.is_data_parallel_head():
-            # It has no trajectories to redistribute, so it waits here and not in AReaL's barrier.
-            wait(None)
-            return method(self, *args, **kwargs)
-
-        def roll_out(*positional: Any, **keywords: Any) -> list[Any]:
-            return wait(attempt(getattr(rollout_engine, name), *positional, **keywords) if _is_first(engine) else [])
-
-        stand_in = copy.copy(self)
-        stand_in.rollout_engine = SimpleNamespace(**{name: roll_out})
-        return method(stand_in, *args, **kwargs)
+        trajectories = _agreed(rollouts, group=waiting_group)
+        return self._broadcast_and_redistribute_trajectories(trajectories if engine.is_data_parallel_head() else None)
 
     return wrapper
 
