@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,22 +38,24 @@ FAILED_SHARE = 0.001
 """Of the samples that are inferred."""
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way to dispatch."""
 
     approach: str
     window: int = 1
     cost: str = "padded"
 
-    @property
-    def name(self) -> str:
-        """Its name in the table."""
-        if self.approach == "stock":
-            return "stock: round-robin"
-        parts = [self.approach, self.cost]
-        parts += [f"window {self.window}"] if self.window > 1 else []
-        return ", ".join(parts)
+
+WAYS = {
+    "stock: round-robin": Way("stock"),
+    "A, tokens": Way("A", cost="tokens"),
+    "A, padded": Way("A"),
+    "B, padded, window 2": Way("B", window=2),
+    "B, padded, window 4": Way("B", window=4),
+    "C, padded": Way("C"),
+    "C, padded, window 2": Way("C", window=2),
+    "C, padded, window 4": Way("C", window=4),
+}
 
 
 def draw_lengths(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> Lengths:
@@ -62,14 +64,8 @@ def draw_lengths(num_samples: int = NUM_SAMPLES, *, seed: int = 0) -> Lengths:
     return np.clip(np.rint(drawn), 16, 16_384).astype(np.int64)
 
 
-def simulate(lengths: Lengths, *, way: Way, micro_batch_size: int) -> list[float]:
-    """Dispatches all samples, which arrive one by one in the order that the way gives them."""
-    order = _order(lengths, way=way, batch_size=micro_batch_size * DP_SIZE)
-    return _dispatch_all([order.tolist()], lengths, way=way, micro_batch_size=micro_batch_size)
-
-
 def simulate_inferred(lengths: Lengths, *, way: Way, micro_batch_size: int) -> list[float]:
-    """As `simulate`, with inference that mixes up the order, loses samples and leaves some to the next epoch."""
+    """Inference mixes up the order, loses samples and leaves some to the next epoch."""
     random = np.random.default_rng([0, 1])
     epochs: list[list[int]] = []
     for epoch in range(NUM_EPOCHS):
@@ -129,27 +125,18 @@ def _dispatches(
             yield [pool.popleft() for _ in range(batch_size)]
 
 
-WAYS = (
-    Way("stock"),
-    Way("A", cost="tokens"),
-    Way("A"),
-    Way("B", window=2),
-    Way("B", window=4),
-    Way("C"),
-    Way("C", window=2),
-    Way("C", window=4),
-)
-
-
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Way → its figures, in the order of `COLUMNS`; samples twice as inference brings them in the last."""
     lengths = draw_lengths()
     inferred = lengths[: NUM_SAMPLES // 4 + 5]
     step_times: dict[str, list[float]] = {}
-    for way in WAYS:
-        results = [simulate(lengths, way=way, micro_batch_size=size) for size in (1, 2, 4)]
+    for name, way in WAYS.items():
+        results = []
+        for size in (1, 2, 4):
+            order = _order(lengths, way=way, batch_size=size * DP_SIZE).tolist()
+            results.append(_dispatch_all([order], lengths, way=way, micro_batch_size=size))
         last = simulate_inferred(inferred, way=way, micro_batch_size=2)
-        step_times[way.name] = [*(figures[0] for figures in results), *results[1][1:], last[0]]
+        step_times[name] = [*(figures[0] for figures in results), *results[1][1:], last[0]]
     return step_times
 
 

@@ -8,10 +8,9 @@ side is its own code, called as its trainer does.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,9 +33,11 @@ from megatron_balance.adapters.verl import choose_cost, install
 
 MODEL = "Qwen3-8B"
 DP_SIZE = 8
+MINIBATCH_ROWS = 128
 CAP = 40960
 
 Lengths = NDArray[np.int64]
+Order = Callable[..., NDArray[np.int64]]
 
 
 def rollout_lengths(seed: int, *, num_rows: int) -> Lengths:
@@ -45,9 +46,9 @@ def rollout_lengths(seed: int, *, num_rows: int) -> Lengths:
     return np.clip(draws, 64, 32768).astype(np.int64)
 
 
-def trainer_of(*, minibatch_rows: int) -> SimpleNamespace:
+def trainer() -> SimpleNamespace:
     """A trainer with the attributes that `RayPPOTrainer._balance_batch` reads."""
-    actor = SimpleNamespace(ppo_mini_batch_size=minibatch_rows, get=lambda _: minibatch_rows)
+    actor = SimpleNamespace(ppo_mini_batch_size=MINIBATCH_ROWS, get=lambda _: MINIBATCH_ROWS)
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=1))
     group = SimpleNamespace(_dispatch_info={"actor": list(range(DP_SIZE))})
     return SimpleNamespace(
@@ -58,67 +59,55 @@ def trainer_of(*, minibatch_rows: int) -> SimpleNamespace:
     )
 
 
-def ordered_rows(lengths: Lengths, *, minibatch_rows: int, keep_minibatch: bool) -> NDArray[np.int64]:
+def ordered_rows(lengths: Lengths, *, keep_minibatch: bool) -> NDArray[np.int64]:
     """Rows as `_balance_batch` puts them: `[dp_size, num_minibatches, rows]`."""
     mask = (torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]).to(torch.int8)
     batch = DataProto.from_dict({"row": torch.arange(len(lengths)), "attention_mask": mask})
-    RayPPOTrainer._balance_batch(trainer_of(minibatch_rows=minibatch_rows), batch, {}, keep_minibatch=keep_minibatch)
-    return batch.batch["row"].numpy().reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE)
+    RayPPOTrainer._balance_batch(trainer(), batch, {}, keep_minibatch=keep_minibatch)
+    return batch.batch["row"].numpy().reshape(DP_SIZE, -1, MINIBATCH_ROWS // DP_SIZE)
 
 
-def as_loaded(lengths: Lengths, *, minibatch_rows: int, keep_minibatch: bool) -> NDArray[np.int64]:
+def as_loaded(lengths: Lengths, *, keep_minibatch: bool) -> NDArray[np.int64]:
     """Rows in the order in which they came."""
-    return np.arange(len(lengths)).reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE)
-
-
-def imbalance(rows: NDArray[np.int64], *, work: NDArray[np.int64]) -> float:
-    """Sum over mini-batches of the costliest rank's work, over that of the mean rank."""
-    loads = work[rows].sum(axis=2)
-    return float(loads.max(axis=0).sum() / loads.mean(axis=0).sum())
+    return np.arange(len(lengths)).reshape(DP_SIZE, -1, MINIBATCH_ROWS // DP_SIZE)
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float | None]]:
     """Way → its figures, in the order of `COLUMNS`."""
-    ways = {
-        "as loaded": (as_loaded, False, False),
-        "verl": (ordered_rows, False, False),
-        "verl, keep_minibatch": (ordered_rows, False, True),
-        "adapter": (ordered_rows, True, False),
+    figures = {
+        "as loaded": _figures(as_loaded, seeds=args.seeds),
+        "verl": _figures(ordered_rows, seeds=args.seeds),
+        "verl, keep_minibatch": _figures(ordered_rows, seeds=args.seeds, keep_minibatch=True),
     }
-    seeds, found = args.seeds, dict[str, list[float | None]]()
-    for name, (order, balanced, keep_minibatch) in ways.items():
-        figures: list[float | None] = []
-        first = None
-        for num_rows, minibatch_rows in ((128, 128), (512, 128)):
-            if keep_minibatch and num_rows == minibatch_rows:
-                figures.append(None)  # there is one mini-batch to keep
-                continue
-            arguments = {"minibatch_rows": minibatch_rows, "keep_minibatch": keep_minibatch}
-            ratios = []
-            for seed in range(seeds):
-                lengths = rollout_lengths(seed, num_rows=num_rows)
-                with _planned(balanced):
-                    rows = order(lengths, **arguments)
-                first = lengths[rows].tolist() if first is None and num_rows == minibatch_rows else first
-                ratios.append(imbalance(rows, work=sample_costs(lengths, cost_model=choose_cost(MODEL))))
-            figures.append(float(np.mean(ratios)))
-        is_packed = name in ("verl", "adapter")
-        step = [None, None] if first is None else step_of(first, together=True)
-        found[name] = [*figures, num_micro_batches(balanced, seeds=seeds) if is_packed else None, *step]
-    return found
+    figures["verl"][2] = num_micro_batches(seeds=args.seeds)
+    install(model=MODEL)
+    figures["adapter"] = _figures(ordered_rows, seeds=args.seeds)
+    figures["adapter"][2] = num_micro_batches(seeds=args.seeds)
+    return figures
 
 
-@contextlib.contextmanager
-def _planned(balanced: bool) -> Iterator[None]:
-    adapter = install(model=MODEL) if balanced else None
-    try:
-        yield
-    finally:
-        if adapter is not None:
-            adapter.undo()
+def _figures(order: Order, *, seeds: int, keep_minibatch: bool = False) -> list[float | None]:
+    """Of one order of rows, without the number of micro-batches; where it keeps mini-batches, of several alone."""
+    batches = [rollout_lengths(seed, num_rows=512) for seed in range(seeds)]
+    several = _mean_imbalance(order, batches, keep_minibatch=keep_minibatch)
+    if keep_minibatch:
+        return [None, several, None, None, None]
+    batches = [rollout_lengths(seed, num_rows=128) for seed in range(seeds)]
+    first = batches[0][order(batches[0], keep_minibatch=False)].tolist()
+    return [_mean_imbalance(order, batches), several, None, *step_of(first, together=True)]
 
 
-def num_micro_batches(balanced: bool, *, seeds: int) -> float:
+def _mean_imbalance(order: Order, batches: Sequence[Lengths], *, keep_minibatch: bool = False) -> float:
+    """Sum over mini-batches of the costliest rank's work, over that of the mean rank."""
+    ratios: list[float] = []
+    for lengths in batches:
+        work = sample_costs(lengths, cost_model=choose_cost(MODEL))
+        loads = work[order(lengths, keep_minibatch=keep_minibatch)].sum(axis=2)
+        ratios.append(float(loads.max(axis=0).sum() / loads.mean(axis=0).sum()))
+    return float(np.mean(ratios))
+
+
+def num_micro_batches(*, seeds: int) -> float:
     """Mean number of micro-batches of 64 rollout rows on one rank under CAP tokens."""
     counts: list[int] = []
     for seed in range(seeds):
@@ -126,8 +115,7 @@ def num_micro_batches(balanced: bool, *, seeds: int) -> float:
         ids = [torch.zeros(int(length), dtype=torch.int8) for length in lengths]
         nested = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
         batch = TensorDict({"input_ids": nested}, batch_size=[len(lengths)])
-        with _planned(balanced):
-            parts, rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=CAP)
+        parts, rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=CAP)
         assert max(int(lengths[part].sum()) for part in rows) <= CAP
         counts.append(len(parts))
     return float(np.mean(counts))
