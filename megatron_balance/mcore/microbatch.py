@@ -82,7 +82,7 @@ class RunningStep(Iterator[Microbatch]):
             reason = "so that samples of a pack would attend to one another"
             remedy = "train without --balance-unpad and --overlap-moe-expert-parallel-comm"
             _refuse_without("packed_seq_params", reason, remedy, model=model)
-            starts = pack(self._sizes, topology=settings.topology, few_shapes=settings.few_shapes, pin_memory=False)
+            starts = pack(self._sizes, settings=settings, pin_memory=False)
             self._params = [packed_seq_params(microbatch) for microbatch in starts]
 
     def __next__(self) -> Microbatch:
@@ -260,16 +260,14 @@ LoggedLoss = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Maps a loss that a router records, and the groups of ranks that it names, to those of the static group."""
 
 
-def connect(by_size: Mapping[int, dist.ProcessGroup]) -> int:
-    """Exchange a number with both neighbours in each group, before the first step: the bytes of device memory taken.
+def connect(by_size: Mapping[int, dist.ProcessGroup]) -> None:
+    """Exchange a number with both neighbours in each group, before the first step.
 
     Transformer Engine sends keys and values around a ring of more than two ranks in messages of their own, for each
     of which NCCL connects a pair of ranks when it first talks (context_parallel.py:124-133 of 2.18): in the middle of a
     run, when memory is full. The order of calls is that of its ring, even ranks first.
     """
-    on_gpu = any(dist.get_backend(group) == "nccl" for group in by_size.values())
-    device = "cuda" if on_gpu else "cpu"
-    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+    device = "cuda" if any(dist.get_backend(group) == "nccl" for group in by_size.values()) else "cpu"
     for size, group in sorted(by_size.items()):
         if size == 1:
             continue
@@ -280,7 +278,6 @@ def connect(by_size: Mapping[int, dist.ProcessGroup]) -> int:
         for work in [call() for call in ((send, receive) if rank % 2 == 0 else (receive, send))]:
             assert work is not None, "this rank is a member"
             work.wait()
-    return max(free - torch.cuda.mem_get_info()[0], 0) if on_gpu else 0
 
 
 class CpGroups:

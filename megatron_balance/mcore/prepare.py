@@ -46,7 +46,6 @@ from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
 from megatron_balance.samples.sample import Samples, aligned
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
-from megatron_balance.topology import Topology
 
 Ints = NDArray[np.int64]
 Microbatch = dict[str, Tensor]
@@ -205,8 +204,7 @@ class StepBuilder:
         index = self.cp_rank if topology.dynamic_cp else 0
         packs = pack(
             replica[index],
-            topology=topology,
-            few_shapes=settings.few_shapes,
+            settings=settings,
             pin_memory=self.pin_memory,
             samples=[arrived.select(np.searchsorted(ids, microbatch)) for microbatch in sample_ids[index]],
         )
@@ -314,17 +312,16 @@ def sizes_of_replica(
 def pack(
     sizes: MicrobatchSizes,
     *,
-    topology: Topology,
-    few_shapes: bool,
+    settings: Settings,
     pin_memory: bool,
     samples: Sequence[Samples] | None = None,
 ) -> list[Microbatch]:
     """The micro-batches of a rank, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
-    multiples = {cp_size: topology.with_cp_size(cp_size).token_multiple for cp_size in {*sizes.cp_sizes}}
+    multiples = {size: settings.topology.with_cp_size(size).token_multiple for size in {*sizes.cp_sizes}}
     for number, (cp_size, num_tokens) in enumerate(zip(sizes.cp_sizes, sizes.num_tokens, strict=True)):
         shape: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
-        shape["few_shapes"] = few_shapes
+        shape["few_shapes"] = settings.few_shapes
         if samples is None:
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:

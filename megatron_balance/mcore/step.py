@@ -39,7 +39,7 @@ from megatron_balance.mcore.telemetry import Figures, Telemetry, figures_of, war
 from megatron_balance.runtime.comm import PeerError, with_step_context
 from megatron_balance.runtime.failure import Failure, attempt, broadcast_step
 from megatron_balance.runtime.gather import OutOfStepError
-from megatron_balance.runtime.log import log_info, warn_once
+from megatron_balance.runtime.log import warn_once
 
 Schedule = Callable[..., Any]
 
@@ -100,9 +100,7 @@ class BalancedForwardBackward:
         if topology.dynamic_cp:
             for_routers = settings.counts_router_tokens
             self.cp_groups = CpGroups(topology, layout=layout, timeout=timeout, for_routers=for_routers)
-            if nbytes := connect(self.cp_groups.by_size):
-                size = f"{nbytes / 2**20:.0f} MiB of device memory on rank 0"
-                log_info(f"connecting context-parallel groups took {size}.")
+            connect(self.cp_groups.by_size)
 
     @property
     def evaluates(self) -> bool:
@@ -342,8 +340,7 @@ class StepPrefetcher:
         step = BalancedStep.from_text(broadcast_step(group=self._replica), cp_rank=builder.cp_rank)
         if not builder.loads_data:  # the first of its tensor-parallel group reads for it
             return step
-        few_shapes = builder.settings.few_shapes
-        starts = pack(step.sizes, topology=builder.topology, few_shapes=few_shapes, pin_memory=builder.pin_memory)
+        starts = pack(step.sizes, settings=builder.settings, pin_memory=builder.pin_memory)
         return replace(step, microbatches=starts)
 
     def _send(self, step: BalancedStep | Failure) -> None:

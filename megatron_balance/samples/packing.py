@@ -56,7 +56,7 @@ def pack_microbatch(
     any other pack: per-sample keys are one zero, ragged ones have no entry.
 
     Args:
-        samples: on one device, with the schema of all samples of the run.
+        samples: on the CPU, with the schema of all samples of the run.
         token_multiple: `Topology.token_multiple`, tokens.
         cp_size: context-parallel ranks.
         num_tokens: size of the pack, a multiple of token_multiple; None for the least that holds the samples.
@@ -78,10 +78,9 @@ def pack_microbatch(
     if schema is None:
         raise BalanceError("pack_microbatch got samples without a schema: give a dummy that of the run.")
     samples = samples.select(samples.lengths.nonzero()[0])
-    device = next((column[0].device for column in samples.columns.values() if column), torch.device("cpu"))
     sizes: Any = {"num_tokens": num_tokens, "token_multiple": token_multiple}
-    batch = sequence_starts(samples.lengths, cp_size=cp_size, few_shapes=few_shapes, device=device, **sizes)
-    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].cpu().numpy().astype(np.int64)
+    batch = sequence_starts(samples.lengths, cp_size=cp_size, few_shapes=few_shapes, **sizes)
+    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].numpy().astype(np.int64)
     total = sizes["num_tokens"] = int(starts[-1])
     pads = -samples.lengths % token_multiple
     num_pads: list[int] = [*pads.tolist(), total - int((samples.lengths + pads).sum())]  # the last one is the filler
@@ -93,22 +92,22 @@ def pack_microbatch(
     for key in keys:
         column = samples.columns.get(key.name, ())
         if key is _POSITIONS:
-            batch[key.name] = torch.from_numpy(positions).to(device).unsqueeze(0)
+            batch[key.name] = torch.from_numpy(positions).unsqueeze(0)
         elif key.kind == "per_token":
-            padding = torch.zeros(sum(num_pads), *key.shape, dtype=key.dtype, device=device)
+            padding = torch.zeros(sum(num_pads), *key.shape, dtype=key.dtype)
             if key.name == "position_ids" and has_padding:
                 padding_positions = positions[padding_mask(samples.lengths, **sizes)]
-                padding += torch.from_numpy(padding_positions).to(device).view(-1, *(1 for _ in key.shape))
+                padding += torch.from_numpy(padding_positions).view(-1, *(1 for _ in key.shape))
             *tails, filler = padding.split(num_pads)
             values = torch.cat([*chain(*zip(column, tails, strict=True)), filler] if has_padding else [*column])
             several = key.name == "position_ids" and values.dim() == 3  # dimensions: `[t, 1, d]` or `[t, d, 1]`
             batch[key.name] = values.movedim(0, -1) if several else values.unsqueeze(0)
         elif key.kind == "ragged":
-            column = column or [torch.empty(0, *key.shape, dtype=key.dtype, device=device)]
+            column = column or [torch.empty(0, *key.shape, dtype=key.dtype)]
             batch[key.name] = torch.cat([*column])
-            batch[lengths_key(key.name)] = torch.tensor([*map(len, column)], device=device)
+            batch[lengths_key(key.name)] = torch.tensor([*map(len, column)])
         else:
-            batch[key.name] = torch.stack([*column] or [torch.zeros(key.shape, dtype=key.dtype, device=device)])
+            batch[key.name] = torch.stack([*column] or [torch.zeros(key.shape, dtype=key.dtype)])
     return batch
 
 
@@ -129,7 +128,6 @@ def sequence_starts(
     token_multiple: int = 1,
     cp_size: int = 1,
     few_shapes: bool = False,
-    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """`cu_seqlens`, with cp_size > 1 `cu_seqlens_padded`, and `max_seqlen` of a pack of sequences; none for a dummy."""
     real = np.asarray(lengths, dtype=np.int64).reshape(-1)
@@ -153,8 +151,8 @@ def sequence_starts(
     batch: dict[str, Tensor] = {}
     for name, sizes in (("cu_seqlens", real), ("cu_seqlens_padded", widths))[: 1 if cp_size == 1 else 2]:
         starts = np.append(np.zeros(num_empty + 1), np.cumsum(sizes))
-        batch[name] = torch.from_numpy(starts).to(device, torch.int32).unsqueeze(0)
-    return batch | {"max_seqlen": torch.tensor([max_seqlen], dtype=torch.int32, device=device)}
+        batch[name] = torch.from_numpy(starts).to(torch.int32).unsqueeze(0)
+    return batch | {"max_seqlen": torch.tensor([max_seqlen], dtype=torch.int32)}
 
 
 def _few_counts(num_sequences: int) -> int:

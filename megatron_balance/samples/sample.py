@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Literal
@@ -79,17 +79,6 @@ class SampleSchema:
     def num_ragged(self) -> int:
         """Ragged keys."""
         return sum(key.kind == "ragged" for key in self.keys)
-
-    @staticmethod
-    def shared_by(schemas: Iterable[SampleSchema | None]) -> SampleSchema | None:
-        """The one schema of the items of a step, None where none has samples; BalanceError where two differ."""
-        numbered = ((index, schema) for index, schema in enumerate(schemas) if schema is not None)
-        first, shared = next(numbered, (0, None))
-        for index, schema in numbered:
-            if shared is not None and schema != shared:
-                difference = "; ".join(schema.differences(shared))
-                raise BalanceError(f"Item {index} differs from item {first} of the same rank: {difference}.")
-        return shared
 
     def differences(self, reference: SampleSchema) -> Iterator[str]:
         """Differences of this schema from a reference, a phrase for each key."""
@@ -162,8 +151,13 @@ class Samples:
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
-        """The samples of all parts; BalanceError where schemas differ."""
-        schema = SampleSchema.shared_by(part.schema for part in parts)
+        """The samples of the items of a step; BalanceError names the key where schemas differ."""
+        schemas = [(index, part.schema) for index, part in enumerate(parts) if part.schema is not None]
+        first, schema = schemas[0] if schemas else (0, None)
+        for index, other in schemas:
+            if schema is not None and other != schema:
+                difference = "; ".join(other.differences(schema))
+                raise BalanceError(f"Item {index} differs from item {first} of the same rank: {difference}.")
         names = () if schema is None else [key.name for key in schema.keys]
         columns = {name: [*chain(*(part.columns[name] for part in parts if len(part)))] for name in names}
         return Samples(schema, columns, np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)]))

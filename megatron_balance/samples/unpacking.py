@@ -273,7 +273,7 @@ def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[st
 
 def _last_place(flags: Tensor) -> Tensor:
     """`[num_rows, num_tokens]` → the last place that is set, -1 without one: `[num_rows]`."""
-    places = torch.arange(1, flags.shape[1] + 1, device=flags.device)
+    places = torch.arange(1, flags.shape[1] + 1)
     return (flags * places).amax(1) - 1
 
 
@@ -298,7 +298,7 @@ def _lengths_by_mask(mask: Tensor, *, tokens: Tensor) -> Tensor:
 def _check_causal(mask: Tensor, *, lengths: Tensor) -> None:
     """A mask that keeps real tokens apart otherwise than by order cannot be expressed by packing."""
     longest = int(lengths.max())
-    later = torch.ones(longest, longest, dtype=torch.bool, device=mask.device).triu(1)
+    later = torch.ones(longest, longest, dtype=torch.bool).triu(1)
     for row, length in enumerate(lengths.tolist()):
         if not torch.equal(mask[row % len(mask), 0, :length, :length].bool(), later[:length, :length]):
             raise BalanceError(
