@@ -1,4 +1,4 @@
-"""Forward FLOPs and weights of a model, one function per kind of layer.
+"""Forward FLOPs of a model, one function per kind of layer.
 
 A multiply and an add are two FLOPs, so a token through an `m x n` matrix is `2mn`. Attention is causal:
 half of the score matrix is never computed, which leaves `n_heads*dim*L²` for each of QKᵀ and PV. Norms, rotary
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_balance.errors import BalanceError
 
-if TYPE_CHECKING:  # ModelShape counts its weights
+if TYPE_CHECKING:  # ModelShape checks what its layers need
     from megatron_balance.model.shape import ModelShape
 
 
@@ -121,19 +121,6 @@ def causal_pairs(length: Any, *, window: int) -> Any:
     return is_cut * (2 * window * length - window * (window - 1)) + (1 - is_cut) * length * length
 
 
-@dataclass(frozen=True)
-class Work:
-    """Weights that every token passes, those of one routed expert, FLOPs per token that no weight accounts for, and
-    FLOPs per squared token, of `window` keys that a query attends to if that is above 0.
-    """
-
-    weights: int = 0
-    expert_weights: int = 0
-    state: int = 0
-    quadratic: int = 0
-    window: int = 0
-
-
 def calculate_fwd_flops(seqlens: Iterable[int], shape: ModelShape, *, image_patches: Iterable[int] = ()) -> int:
     """Forward FLOPs of sequences of these lengths, each attending to itself only, and of their images.
 
@@ -186,106 +173,92 @@ def fwd_flops(shape: ModelShape) -> FlopsPolynomial:
 def fwd_flops_by_part(shape: ModelShape, chunk: Chunk | None = None) -> dict[str, FlopsPolynomial]:
     """Forward FLOPs by kind of layer, summed over layers; of a chunk, or of the whole model."""
     parts: dict[str, FlopsPolynomial] = {}
-    for part, work in _works(shape, chunk or whole_model(shape)):
-        windows = ((work.window, work.quadratic),) if work.window else ()
-        experts = 2 * shape.moe_router_topk * work.expert_weights
-        flops = FlopsPolynomial(2 * work.weights + work.state, 0 if windows else work.quadratic, experts, windows)
-        parts[part] = parts.get(part, FlopsPolynomial()) + flops
+    chunk = chunk or whole_model(shape)
+    for layer in chunk.layers:
+        for part, flops_of in (_PARTS[layer.mixer] | _PARTS[layer.mlp]).items():
+            flops = flops_of(shape)
+            if layer.window and part == layer.mixer:
+                flops = replace(flops, quadratic=0, windows=((layer.window, flops.quadratic),))
+            parts[part] = parts.get(part, FlopsPolynomial()) + flops
+    if chunk.mtp_projections:  # a depth joins hidden state and embedding
+        parts["mtp_projection"] = FlopsPolynomial(4 * chunk.mtp_projections * shape.hidden_size**2)
+    if chunk.output_layers:
+        parts["lm_head"] = FlopsPolynomial(2 * chunk.output_layers * shape.hidden_size * shape.padded_vocab_size)
     return parts
 
 
-def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
-    """Weights of the language model: all matrices, routed experts each; norms, biases and convolutions left out.
-
-    `tied`: the embedding is the output layer (`tie_word_embeddings`).
-
-    Examples:
-        >>> from megatron_balance import ModelShape
-        >>> num_parameters(ModelShape.preset("Qwen3-8B")) // 10**6
-        8190
-    """
-    ends = (1 if tied else 2) * shape.hidden_size * shape.padded_vocab_size  # for all depths of multi-token prediction
-    layers = [work for part, work in _works(shape, whole_model(shape)) if part != "lm_head"]
-    return ends + sum(work.weights + shape.num_experts * work.expert_weights for work in layers)
-
-
-def _works(shape: ModelShape, chunk: Chunk) -> Iterable[tuple[str, Work]]:
-    """All layers and ends of a chunk, by part."""
-    for layer in chunk.layers:
-        for part, work_of in (_PARTS[layer.mixer] | _PARTS[layer.mlp]).items():
-            work = work_of(shape)
-            yield part, replace(work, window=layer.window) if layer.window and part == layer.mixer else work
-    h = shape.hidden_size
-    yield from [("mtp_projection", Work(2 * h * h))] * chunk.mtp_projections  # a depth joins hidden state and embedding
-    yield from [("lm_head", Work(h * shape.padded_vocab_size))] * chunk.output_layers
-
-
-def _attention(shape: ModelShape) -> Work:
+def _attention(shape: ModelShape) -> FlopsPolynomial:
     queries = shape.num_attention_heads * shape.kv_channels
     keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
-    return Work(
-        shape.hidden_size * ((2 + shape.attention_output_gate) * queries + keys_and_values), quadratic=2 * queries
-    )
+    weights = shape.hidden_size * ((2 + shape.attention_output_gate) * queries + keys_and_values)
+    return FlopsPolynomial(2 * weights, quadratic=2 * queries)
 
 
-def _mla(shape: ModelShape) -> Work:
+def _mla(shape: ModelShape) -> FlopsPolynomial:
     """Multi-latent attention, uncompressed as it is trained."""
     h, n, compressed = shape.hidden_size, shape.num_attention_heads, shape.q_lora_rank
     qk, values = shape.qk_head_dim + shape.qk_pos_emb_head_dim, shape.v_head_dim
     queries = compressed * (h + n * qk) if compressed else h * n * qk
     down = h * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
     up = shape.kv_lora_rank * n * (shape.qk_head_dim + values)
-    return Work(queries + down + up + n * values * h, quadratic=n * (qk + values))
+    return FlopsPolynomial(2 * (queries + down + up + n * values * h), quadratic=n * (qk + values))
 
 
-def _dsa(shape: ModelShape) -> Work:
+def _dsa(shape: ModelShape) -> FlopsPolynomial:
     """Sparse attention: all heads share one latent vector (megatron.core's AbsorbedMLASelfAttention)."""
     core = shape.num_attention_heads * (2 * shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
-    return Work(_mla(shape).weights, quadratic=core, window=shape.dsa_indexer_topk)
+    return FlopsPolynomial(_mla(shape).linear, windows=((shape.dsa_indexer_topk, core),))
 
 
-def _dsa_indexer(shape: ModelShape) -> Work:
+def _dsa_indexer(shape: ModelShape) -> FlopsPolynomial:
     """Scores of all keys (megatron.core's DSAIndexer); the weighted sum over heads, 1/D of them, is not counted."""
     h, heads, width = shape.hidden_size, shape.dsa_indexer_n_heads, shape.dsa_indexer_head_dim
-    return Work((shape.q_lora_rank or h) * heads * width + h * (width + heads), quadratic=heads * width)
+    weights = (shape.q_lora_rank or h) * heads * width + h * (width + heads)
+    return FlopsPolynomial(2 * weights, quadratic=heads * width)
 
 
-def _dsa_target(shape: ModelShape) -> Work:
+def _dsa_target(shape: ModelShape) -> FlopsPolynomial:
     """The target of the indexer's loss, if it has one: scores of the main attention for all keys."""
     scores = shape.num_attention_heads * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
-    return Work(quadratic=scores * shape.dsa_indexer_loss)
+    return FlopsPolynomial(quadratic=scores * shape.dsa_indexer_loss)
 
 
-def _gated_delta_net(shape: ModelShape) -> Work:
+def _gated_delta_net(shape: ModelShape) -> FlopsPolynomial:
     """Sizes as in megatron.core.ssm.gated_delta_net; the chunked kernel's extra products are not counted."""
     keys = shape.linear_num_key_heads * shape.linear_key_head_dim
     values = shape.linear_num_value_heads * shape.linear_value_head_dim
     convolution = 2 * shape.linear_conv_kernel_dim * (2 * keys + values)
     delta_rule = 8 * shape.linear_key_head_dim * values
     projections = 2 * keys + 3 * values + 2 * shape.linear_num_value_heads
-    return Work(shape.hidden_size * projections, state=convolution + delta_rule)
+    return FlopsPolynomial(2 * shape.hidden_size * projections + convolution + delta_rule)
 
 
-def _mamba(shape: ModelShape) -> Work:
+def _mamba(shape: ModelShape) -> FlopsPolynomial:
     """Sizes as in megatron.core.ssm.mamba_mixer, the scan's 7 as Megatron has it; no convolution, under 0.1 %."""
     inner = shape.mamba_num_heads * shape.mamba_head_dim
     groups = 2 * shape.mamba_num_groups * shape.mamba_state_dim
     projections = 3 * inner + groups + shape.mamba_num_heads
-    return Work(shape.hidden_size * projections, state=7 * inner * shape.mamba_state_dim)
+    return FlopsPolynomial(2 * shape.hidden_size * projections + 7 * inner * shape.mamba_state_dim)
 
 
-def _moe(shape: ModelShape) -> Work:
+def _dense(shape: ModelShape) -> FlopsPolynomial:
+    return FlopsPolynomial(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size))
+
+
+def _moe(shape: ModelShape) -> FlopsPolynomial:
     """Router, shared and routed experts, these on a latent width perhaps; routed evenly, no token dropped."""
     h, latent = shape.hidden_size, shape.moe_latent_size
     shared = _mlp(shape, h, shape.moe_shared_expert_intermediate_size)
-    return Work(h * (shape.num_experts + 2 * latent) + shared, _mlp(shape, latent or h, shape.moe_ffn_hidden_size))
+    experts = shape.moe_router_topk * _mlp(shape, latent or h, shape.moe_ffn_hidden_size)
+    return FlopsPolynomial(2 * h * (shape.num_experts + 2 * latent) + shared, expert_linear=experts)
 
 
 def _mlp(shape: ModelShape, width: int, ffn_hidden_size: int) -> int:
-    return (2 + shape.gated_linear_unit) * width * ffn_hidden_size
+    """FLOPs of a token."""
+    return 2 * (2 + shape.gated_linear_unit) * width * ffn_hidden_size
 
 
-_PARTS: Mapping[str | None, dict[str, Callable[[ModelShape], Work]]] = {
+_PARTS: Mapping[str | None, dict[str, Callable[[ModelShape], FlopsPolynomial]]] = {
     None: {},
     "attention": {"attention": _attention},
     "mla": {"mla": _mla},
@@ -293,7 +266,7 @@ _PARTS: Mapping[str | None, dict[str, Callable[[ModelShape], Work]]] = {
     "dsa_shared": {"dsa": _dsa},
     "gated_delta_net": {"gated_delta_net": _gated_delta_net},
     "mamba": {"mamba": _mamba},
-    "dense": {"dense": lambda shape: Work(_mlp(shape, shape.hidden_size, shape.ffn_hidden_size))},
+    "dense": {"dense": _dense},
     "moe": {"moe": _moe},
 }
 """Parts of each kind of mixer and MLP."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import NEEDED, Layer, hybrid_parts, num_parameters
+from megatron_balance.model.flops import NEEDED, Layer, calculate_fwd_flops, hybrid_parts
 from megatron_balance.model.hf_config import PRESETS, ROWS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
 from megatron_balance.model.vision import VisionEncoder, check_sizes
@@ -190,7 +190,7 @@ class ModelShape:
                 Megatron pads it (`--make-vocab-size-divisible-by`). Multi-token prediction is left off, since
                 the run decides on it: `dataclasses.replace(shape, mtp_num_layers=1)`.
 
-        A model_type that is not known is read by its keys; a warning says which, and how many parameters follow.
+        A model_type that is not known is read by its keys; a warning says which, and how many weights follow.
 
         Raises:
             BalanceError: the file is missing, or describes layers that are not counted here or sizes that cannot be.
@@ -198,9 +198,8 @@ class ModelShape:
         fields, warning = fields_from_hf_config(config)
         shape = cls(**fields)
         if warning:
-            warnings.warn(
-                f"{warning} It was read as {num_parameters(shape) / 1e9:.2f} billion parameters.", stacklevel=2
-            )
+            weights = calculate_fwd_flops([1], shape) / 2e9
+            warnings.warn(f"{warning} A token passes {weights:.2f} billion of its weights.", stacklevel=2)
         return shape
 
     @classmethod

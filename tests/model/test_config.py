@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_balance import BalanceError, CostModel, ModelShape
-from megatron_balance.model.flops import num_parameters
+from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
+from megatron_balance.model.flops import fwd_flops_by_part
 from megatron_balance.model.hf_config import FAMILIES, PRESETS, ROWS
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text(encoding="utf-8"))
@@ -41,6 +41,20 @@ def read(config: Any) -> tuple[ModelShape, list[str]]:
     return shape, [str(warning.message) for warning in caught]
 
 
+def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
+    """All matrices, from FLOPs: two a weight and token, without states; experts that no token visits as well."""
+    parts = fwd_flops_by_part(shape)
+    ends = parts.pop("lm_head").linear * (1 if tied else 2)
+    mixers = [layer.mixer for layer in shape.layers()]
+    keys = shape.linear_num_key_heads * shape.linear_key_head_dim
+    values = shape.linear_num_value_heads * shape.linear_value_head_dim
+    delta_net = 2 * shape.linear_conv_kernel_dim * (2 * keys + values) + 8 * shape.linear_key_head_dim * values
+    scan = 7 * shape.mamba_num_heads * shape.mamba_head_dim * shape.mamba_state_dim
+    states = mixers.count("gated_delta_net") * delta_net + mixers.count("mamba") * scan
+    experts = sum(flops.expert_linear for flops in parts.values()) * shape.num_experts // max(shape.moe_router_topk, 1)
+    return (sum(flops.linear for flops in parts.values()) - states + experts + ends) // 2
+
+
 @pytest.mark.parametrize("model_type", CONFIGS["read"])
 def test_a_known_type_has_the_weights_of_transformers_model(model_type: str) -> None:
     config, parameters = CONFIGS["read"][model_type]
@@ -56,7 +70,7 @@ def test_an_unknown_type_is_read_by_its_keys_with_a_warning(model_type: str) -> 
     shape, warned = read(config)
     assert f"{model_type!r} is not known" in warned[0]
     assert "hidden_size" in warned[0]
-    assert f"{num_parameters(shape) / 1e9:.2f} billion" in warned[0]
+    assert f"passes {calculate_fwd_flops([1], shape) / 2e9:.2f} billion of its weights" in warned[0]
     assert num_parameters(shape) == pytest.approx(parameters, rel=0.01)
 
 
