@@ -1,7 +1,7 @@
 """Trains with and without balancing in every layout, precision and optimizer, and compares loss and gradient norm.
 
 Goes on where it was interrupted. A balanced run equals stock where every step differs from it by at most what the
-number format allows (tests/kit/training_run.py), or SPREAD times what another order or grouping of the same rows
+number format allows (mcore/verify.py), or SPREAD times what another order or grouping of the same rows
 changes in stock runs, at its largest over all cells of that precision, where that is more. On GPUs (`--device cuda`) in
 bf16, over NCCL, the layouts that this machine has a GPU a rank for.
 """

@@ -177,4 +177,6 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
                 yield from (Finding(True, note, is_note=True) for note in notes)
         except BalanceError as error:
             broken.append(Finding(False, str(error)))
+    if not broken and not args.balance_verify:
+        yield Finding(True, "for the first run on a new cluster: --balance-verify compares its first step with stock's")
     yield from broken or [Finding(True, f"{policy_of(options)}: these flags go together")]

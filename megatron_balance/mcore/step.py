@@ -36,6 +36,7 @@ from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import RunCosts, Settings
 from megatron_balance.mcore.telemetry import Figures, Telemetry, figures_of, warn_of_oversized
+from megatron_balance.mcore.verify import verify_step
 from megatron_balance.runtime.comm import PeerError, with_step_context
 from megatron_balance.runtime.failure import Failure, attempt, broadcast_step
 from megatron_balance.runtime.gather import OutOfStepError
@@ -172,8 +173,19 @@ class BalancedForwardBackward:
         tuner = self._autotuner if prefetcher is self._training else None
         if tuner is not None:
             self._use(tuner.begin(self._iteration))
+        verifies = self._settings.verify and prefetcher is self._training and not self._num_steps
+        items = prefetcher.peek(source, num_microbatches=number) if verifies else None
         self.last_step = step = prefetcher.balance(source, num_microbatches=number)
         warn_of_oversized(step)
+        if verifies:
+            with variable_seq_lengths(arguments["model"]):  # rows of a loader may differ in length too
+                verify_step(
+                    schedule,
+                    lambda **changed: self._run(schedule, step, changed, telemetry=None),
+                    arguments,
+                    items=items,
+                    topology=self._settings.topology,
+                )
         telemetry = None
         if prefetcher is self._training:
             telemetry = self._telemetry
@@ -295,6 +307,13 @@ class StepPrefetcher:
                 topic="another iterator",
             )
         return self._last
+
+    def peek(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> list[Any] | None:
+        """The items that `balance` will pull; None where this rank loads no data."""
+        if data_iterator is None:
+            return None
+        _, ahead = self._iterators.wrap(data_iterator)
+        return ahead.fetch(num_microbatches).items
 
     def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str) -> None:
         """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.

@@ -1,11 +1,4 @@
-"""One recorded training run on this machine, under torchrun, and how far two runs may differ, by the number format:
-
-- fp32: loss and gradient norm are sums that another order moves by a few units in the last place (ulp, 2**-23); ULPS
-  of them are allowed. An error of 1e-5, relative, is five times as large.
-- bf16 and fp16: a token's loss is rounded to half an ulp (2**-8 and 2**-11), independently of other tokens', and the
-  loss is a mean over some 4096 of them: half an ulp / sqrt(4096). The gradient norm, a root of few large sums, gets a
-  quarter of an ulp.
-"""
+"""One recorded training run on this machine, under torchrun, and how far two runs may differ by the number format."""
 
 from __future__ import annotations
 
@@ -21,6 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+
+from megatron_balance.mcore.verify import allowances
 
 KIT = Path(__file__).resolve().parent
 ROOT = KIT.parent.parent
@@ -151,10 +148,6 @@ def read_records(record: Path, *, num_ranks: int) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in text.rpartition("\n")[0].splitlines()] for text in texts]
 
 
-FP32_ULP, BF16_ULP, FP16_ULP = 2.0**-23, 2.0**-7, 2.0**-10
-ULPS = 16
-
-
 class Allowance(NamedTuple):
     """Largest relative differences of any step."""
 
@@ -163,11 +156,10 @@ class Allowance(NamedTuple):
 
 
 ALLOWANCES = {
-    "fp32": Allowance(ULPS * FP32_ULP, ULPS * FP32_ULP),
-    "bf16": Allowance(BF16_ULP / 2 / 4096**0.5, BF16_ULP / 4),
-    "fp16": Allowance(FP16_ULP / 2 / 4096**0.5, FP16_ULP / 4),
+    name: Allowance(*allowances(precision))
+    for name, precision in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items()
 }
-"""By precision."""
+"""By precision, as `--balance-verify` has them."""
 
 
 def largest_difference(run: Any, *, reference: Any, key: str) -> float:

@@ -112,12 +112,22 @@ REFUSED = [
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",
     f"--balance-shape-bucket 0 {PACKED}",
     f"--balance-evaluation {SIZED}",
+    "--balance-verify --hidden-dropout 0.1",
+    f"--balance-verify --moe-input-jitter-eps 0.01 {EXPERTS}",
+    "--balance-verify --fp8-format e4m3",
+    "--balance-verify --balance-loss-weighting sample",
+    "--balance-verify --use-torch-fsdp2",
+    "--balance-verify --num-distributed-optimizer-instances 2",
+    f"--balance-verify --overlap-moe-expert-parallel-comm {EXPERTS}",
+    "--balance-verify --experimental-attention-variant dsa",
+    "--balance-verify --dataloader-inter-document-masking --context-parallel-size 2",
 ]
 WITHOUT_BALANCING = [
     "--balance-shape-bucket 128",
     "--balance-unpad 0",
     "--balance-record r",
     "--balance-evaluation",
+    "--balance-verify",
     "--balance-loss-weighting sample",
     "--balance-cost flops",
 ]

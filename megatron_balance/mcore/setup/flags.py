@@ -139,6 +139,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="Fetch, plan and move a step's samples when it begins, not while the step before runs.",
     )
     add(
+        "--balance-verify",
+        action="store_true",
+        help="Compute the first step also as stock would, and end the run before its optimizer step where losses or "
+        "gradient norms differ by more than rounding; for the first run on a new cluster.",
+    )
+    add(
         "--balance-record",
         metavar="DIR",
         help="Write every step's lengths, plan and measured seconds to this folder, for megatron-balance report and "

@@ -68,6 +68,7 @@ class Settings:
     loss_weighting: str | None = None  # None by tokens
     overlaps_experts: bool = False
     overlap: bool = True
+    verify: bool = False
     timeout: timedelta = timedelta(minutes=10)
     peer_timeout: timedelta = timedelta(minutes=10)  # how long peers wait for a rank once training runs
     log_interval: int = 0
@@ -156,7 +157,7 @@ def logits_caution(options: Options, *, topology: Topology) -> list[str]:
     ]
 
 
-_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "record")
+_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "verify", "record")
 
 
 def _fills_rows(options: Options) -> bool:
