@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 Settings = TypeVar("Settings")
+Row = TypeVar("Row", bound=Any)
 Function = Callable[..., Any]
 
 ANY_VERSION = "MEGATRON_BALANCE_ANY_VERSION"
@@ -64,7 +65,7 @@ class Hook:
             when they call it; by default where it is defined.
         owner: gives the class whose attribute is replaced, where the target's module has something else by its name.
         parameters: parameters of the target that the wrapper relies on.
-        first: the first release that has the target, as `(major, minor)`.
+        first: the first release that has the target, `major.minor`.
         last: the last one that needs the hook.
         needed: when a run needs it, in the words of the system's own table of options; empty for always.
         late: modules that are not loaded are left out, as are names bound to a hook already (`while_installed`): the
@@ -78,8 +79,8 @@ class Hook:
     bound_in: tuple[str, ...] = ()
     owner: Callable[[], Any] | None = None
     parameters: tuple[str, ...] = ()
-    first: tuple[int, int] = (0, 0)
-    last: tuple[int, int] = (999, 0)
+    first: str = "0"
+    last: str = "999"
     needed: str = ""
     late: bool = False
 
@@ -87,10 +88,6 @@ class Hook:
     def home(self) -> str:
         """The module, or `module:Class`, that defines the target."""
         return self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")[0]
-
-    def is_in(self, release: tuple[int, ...]) -> bool:
-        """True if a release has the target, and needs the hook."""
-        return self.first <= release[:2] <= self.last
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -303,10 +300,13 @@ def _version_of_distribution(system: str) -> str | None:
         return None
 
 
-def hooks_of_release(hooks: Sequence[Hook], version: str) -> list[Hook]:
-    """The hooks whose targets a release has, and which it needs."""
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    return [hook for hook in hooks if hook.is_in(release)]
+def hooks_of_release(hooks: Sequence[Row], version: str) -> list[Row]:
+    """The hooks, or other rows with their releases, whose targets a release has, and which it needs."""
+
+    def numbers(release: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", release)[:2]]
+
+    return [hook for hook in hooks if numbers(hook.first) <= numbers(version) <= numbers(hook.last)]
 
 
 def is_off(system: str) -> bool:

@@ -7,7 +7,6 @@ changed; a step's batches have the keys that its forward step reads (`samples.pa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from typing import Any, NamedTuple
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Function, Hook, Installation
-from megatron_balance.mcore.hooks import supported_version
+from megatron_balance.mcore.hooks import supported_version, while_balancing
 from megatron_balance.mcore.loop import run_of_model
-from megatron_balance.mcore.run import CurrentRun, current, run_of
-from megatron_balance.mcore.step import BalancedForwardBackward
+from megatron_balance.mcore.run import CurrentRun, run_of
+from megatron_balance.mcore.step import BalancedForwardBackward as Run
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.samples.packing import with_attention_keys
 
@@ -61,62 +60,52 @@ def _checked_hooks() -> tuple[Hook, ...]:
     return BRIDGE_HOOKS
 
 
-def with_balanced_train_step(train_step: Function) -> Function:
-    """Give the step a schedule that balances it."""
-    signature = inspect.signature(train_step)
+def _of_run(replacement: Function, *, state: str) -> Callable[[Function], Function]:
+    """A wrapper that takes effect in a balanced run of the state that is passed by this name."""
 
-    @functools.wraps(train_step)
-    def wrapper(*positional: Any, **keywords: Any) -> Any:
-        call = signature.bind(*positional, **keywords)
-        run = _run_of(call.arguments["global_state"], model=call.arguments["model"])
-        if run is None:
-            return train_step(*positional, **keywords)
-        _check_loader(call.arguments["data_iterator"])
-        call.arguments["forward_backward_func"] = _balanced(run, call.arguments["forward_backward_func"])
-        return train_step(*call.args, **call.kwargs)
+    def wrap(function: Function) -> Function:
+        signature = inspect.signature(function)
 
-    return wrapper
+        @functools.wraps(function)
+        def wrapper(*positional: Any, **keywords: Any) -> Any:
+            call = signature.bind(*positional, **keywords)
+            run = _run_of(call.arguments[state], model=call.arguments["model"])
+            return function(*positional, **keywords) if run is None else replacement(run, function, call)
 
+        return wrapper
 
-def with_balanced_evaluation(evaluate: Function) -> Function:
-    """Balance the steps of an evaluation. Their losses are sums over tokens, which no packing changes."""
-    signature = inspect.signature(evaluate)
-
-    @functools.wraps(evaluate)
-    def wrapper(*positional: Any, **keywords: Any) -> Any:
-        call = signature.bind(*positional, **keywords)
-        state = call.arguments["state"]
-        run = _run_of(state, model=call.arguments["model"])
-        with contextlib.nullcontext() if run is None else run.evaluating(state.cfg.validation.eval_iters):
-            return evaluate(*positional, **keywords)
-
-    return wrapper
+    return wrap
 
 
-def with_evaluation_schedule(get_forward_backward_func: Function) -> Function:
-    """Return a schedule that balances, within an evaluation that does."""
+def _train_step(run: Run, train_step: Function, call: inspect.BoundArguments) -> Any:
+    _check_loader(call.arguments["data_iterator"])
+    call.arguments["forward_backward_func"] = _balanced(run, call.arguments["forward_backward_func"])
+    return train_step(*call.args, **call.kwargs)
 
-    @functools.wraps(get_forward_backward_func)
-    def wrapper(*positional: Any, **keywords: Any) -> Function:
-        schedule = get_forward_backward_func(*positional, **keywords)
-        run = current()
-        return schedule if run is None or not run.evaluates else _balanced(run, schedule)
 
-    return wrapper
+def _evaluate(run: Run, evaluate: Function, call: inspect.BoundArguments) -> Any:
+    """Losses are sums over tokens, which no packing changes."""
+    with run.evaluating(call.arguments["state"].cfg.validation.eval_iters):
+        return evaluate(*call.args, **call.kwargs)
+
+
+def _evaluation_schedule(run: Run, get_forward_backward_func: Function, *positional: Any, **keywords: Any) -> Function:
+    schedule = get_forward_backward_func(*positional, **keywords)
+    return _balanced(run, schedule) if run.evaluates else schedule
 
 
 BRIDGE_HOOKS = (
     Hook(
         target="megatron.bridge.training.train:train_step",
         parameters=("data_iterator", "model", "global_state", "forward_backward_func"),
-        wrap=with_balanced_train_step,
+        wrap=_of_run(_train_step, state="global_state"),
         reason="train() binds get_forward_backward_func by value, and passes it here with the model and the state",
         until="Bridge takes a schedule, or a data scheduler, from its configuration",
     ),
     Hook(
         target="megatron.bridge.training.eval:evaluate",
         parameters=("state", "model"),
-        wrap=with_balanced_evaluation,
+        wrap=_of_run(_evaluate, state="state"),
         reason="only its forward-only steps are balanced, and it has the model and the run's state",
         until="likewise",
     ),
@@ -124,7 +113,7 @@ BRIDGE_HOOKS = (
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         bound_in=("megatron.bridge.training.eval",),
         parameters=("pp_size", "vp_size"),
-        wrap=with_evaluation_schedule,
+        wrap=while_balancing(_evaluation_schedule),
         reason="evaluate() asks for the schedule by the name that its module bound by value",
         until="likewise",
     ),
@@ -136,12 +125,12 @@ bridge_installation: Installation[BridgeSettings] = Installation(
 )
 
 
-def _run_of(state: Any, *, model: Any) -> BalancedForwardBackward | None:
+def _run_of(state: Any, *, model: Any) -> Run | None:
     """The balanced run of Bridge's state, built on the first call; every rank of the world calls it."""
     return run_of(state, lambda: _build(state, model=model))
 
 
-def _build(state: Any, *, model: Any) -> BalancedForwardBackward | None:
+def _build(state: Any, *, model: Any) -> Run | None:
     config, settings = state.cfg, bridge_installation.settings
     assert settings is not None, "the hooks are installed"
     if config.dist.use_decentralized_pg:
@@ -173,7 +162,7 @@ def _check_loader(data_iterator: Any) -> None:
         )
 
 
-def _balanced(run: BalancedForwardBackward, schedule: Callable[..., Any]) -> Callable[..., Any]:
+def _balanced(run: Run, schedule: Callable[..., Any]) -> Callable[..., Any]:
     """The schedule, over balanced micro-batches with the keys that Bridge's forward step reads."""
     with_keys = functools.partial(map, with_attention_keys)
 

@@ -56,7 +56,7 @@ def _run_of_megatron() -> Run | None:
     return run_of(args, build)
 
 
-def _while_balancing(
+def while_balancing(
     replacement: Function, *, run: Callable[[], Run | None] = current
 ) -> Callable[[Function], Function]:
     """A wrapper that takes effect in a balanced run, which `run` may build: `replacement(run, function, …)`."""
@@ -82,7 +82,7 @@ def _in_step(replacement: Function) -> Callable[[Function], Function]:
             return function(*positional, **keywords)
         return replacement(run.running, function, *positional, **keywords)
 
-    return _while_balancing(call_in_step)
+    return while_balancing(call_in_step)
 
 
 def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
@@ -260,7 +260,7 @@ HOOKS = (
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         bound_in=("megatron.training.training",),
         parameters=("pp_size", "vp_size"),
-        wrap=_while_balancing(_schedule, run=_run_of_megatron),
+        wrap=while_balancing(_schedule, run=_run_of_megatron),
         reason="train() asks it for the schedule of every step and passes the data iterator to that",
         until="train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point",
     ),
@@ -274,7 +274,7 @@ HOOKS = (
     Hook(
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
-        wrap=_while_balancing(_evaluate, run=_run_of_megatron),
+        wrap=while_balancing(_evaluate, run=_run_of_megatron),
         reason="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
         until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
     ),
@@ -292,7 +292,7 @@ HOOKS = (
         reason="numbers each micro-batch where its forward pass overlaps the backward pass of another",
         until="the schedules take a shape for each micro-batch",
         needed="overlap_moe_expert_parallel_comm",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
@@ -315,7 +315,7 @@ HOOKS = (
         reason="scripts ask for it under --dataloader-inter-document-masking; packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         needed=":context_parallel",
-        first=(0, 19),
+        first="0.19",
     ),
     *(
         Hook(
@@ -325,7 +325,7 @@ HOOKS = (
             reason="reads the static context-parallel group, whatever group the packed sequences name",
             until="a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them",
             needed=f"balance_dynamic_cp {needed}".strip(),
-            first=(0, 19),
+            first="0.19",
         )
         for module, switch, needed in sequence_mixers.SWITCHES
     ),
@@ -337,7 +337,7 @@ HOOKS = (
             reason="refuses packed sequences that name a context-parallel size",
             until="a release drops the assertion, as Megatron's dev branch does",
             needed=f"balance_dynamic_cp {needed}",
-            first=(0, 19),
+            first="0.19",
         )
         for module, needed in sequence_mixers.LATENT_SELF_ATTENTION
     ),
@@ -348,7 +348,7 @@ HOOKS = (
         reason="the log averages over all ranks, and so counts a micro-batch once for each rank that shares it",
         until="a release logs sums over tokens, as Megatron's dev branch does",
         needed="balance_dynamic_cp mtp_num_layers",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
@@ -357,7 +357,7 @@ HOOKS = (
         reason="cuts the angles of a micro-batch as a whole, where its sequences are split one by one",
         until="Megatron cuts them sequence by sequence, as its dev branch does",
         needed="balance_dynamic_cp position_embedding_type=mrope",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
@@ -365,7 +365,7 @@ HOOKS = (
         reason="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
         needed="balance_dynamic_cp num_experts",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
@@ -374,40 +374,40 @@ HOOKS = (
         reason="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
         until="Megatron's log takes losses of groups of several sizes",
         needed="balance_dynamic_cp num_experts",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
         parameters=("loss_scale",),
-        wrap=_while_balancing(_log_losses),
+        wrap=while_balancing(_log_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="Megatron's log takes the number of micro-batches that ran, as its dev branch does of its own schedulers",
         needed="num_experts",
-        first=(0, 18),
+        first="0.18",
     ),
     Hook(
         target="megatron.core.transformer.moe.moe_utils:track_moe_metrics",
         bound_in=("megatron.training.training",),
         parameters=("loss_scale",),
-        wrap=_while_balancing(_log_losses),
+        wrap=while_balancing(_log_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="0.18, which has a tracker in moe_logging.py",
-        last=(0, 17),
+        last="0.17",
     ),
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
         parameters=("loss_scale",),
-        wrap=_while_balancing(_log_prediction_losses),
+        wrap=while_balancing(_log_prediction_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         until="a release divides sums over tokens by tokens, as Megatron's dev branch does",
         needed="mtp_num_layers",
     ),
     Hook(
         target="megatron.training.training:consume_seqlen_stats_in_iteration",
-        wrap=_while_balancing(_count_lengths),
+        wrap=while_balancing(_count_lengths),
         reason="TFLOP/s count filler, dummies, evaluations, and each context-parallel rank's packs as those of all",
         until="scripts count the lengths that a packing scheduler gives them",
-        first=(0, 18),
+        first="0.18",
     ),
     Hook(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
@@ -416,7 +416,7 @@ HOOKS = (
         reason="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
         until="0.20, which gives the mask a second dimension",
         needed="num_experts",
-        last=(0, 19),
+        last="0.19",
     ),
     Hook(
         target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
@@ -434,7 +434,7 @@ HOOKS = (
         reason="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron passes the mask on unchanged, as its dev branch does",
         needed="num_experts mtp_num_layers",
-        first=(0, 18),
+        first="0.18",
     ),
     Hook(
         target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
@@ -444,7 +444,7 @@ HOOKS = (
         reason="models sum losses, where no weight of a sample reaches them, and hand it the static group",
         until="Megatron takes weights of samples, and models hand it the group of packed_seq_params",
         needed="mtp_num_layers",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.models.gpt.gpt_model:GPTModel.build_schedule_plan",
@@ -453,7 +453,7 @@ HOOKS = (
         reason="scripts do not tell the schedule of expert overlap where packed sequences begin",
         until="scripts pass packed_seq_params, as on Megatron's dev branch",
         needed="overlap_moe_expert_parallel_comm",
-        first=(0, 19),
+        first="0.19",
     ),
     Hook(
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
@@ -463,7 +463,7 @@ HOOKS = (
         "its heads are exchanged in the static context-parallel group",
         until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these",
         needed=":mamba",
-        first=(0, 19),
+        first="0.19",
     ),
 )
 

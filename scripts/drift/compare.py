@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drift.sources import Definition, Sources
-from megatron_balance.hooking import Hook
+from megatron_balance.hooking import Hook, hooks_of_release
 from megatron_balance.mcore.bridge import BRIDGE_HOOKS
 from megatron_balance.mcore.hooks import HOOKS
 
@@ -30,11 +30,8 @@ class Relied(NamedTuple):
     """A definition that must stay as it is used, and the releases that have it."""
 
     target: str
-    first: tuple[int, ...]
-    last: tuple[int, ...] = (999, 0)
-
-    def is_in(self, release: tuple[int, ...]) -> bool:
-        return self.first <= release <= self.last
+    first: str
+    last: str = "999"
 
 
 Row = Hook | Relied
@@ -59,7 +56,7 @@ class Package(NamedTuple):
 
     def rows_of(self, version: str) -> list[Row]:
         """What is relied on in a release."""
-        return [row for row in (*self.hooks, *relied()[self.name]) if row.is_in(numbers(version)[:2])]
+        return hooks_of_release([*self.hooks, *relied()[self.name]], version)
 
     def fingerprints(self, version: str) -> Path:
         """The file of what was reviewed in a release."""
@@ -108,7 +105,7 @@ def relied() -> dict[str, list[Relied]]:
         elif line and not line.startswith("#"):
             releases, target, *_ = line.split()
             module, _, names = target.partition(":")
-            span = [numbers(release)[:2] for release in releases.split("-") if release]
+            span = [release for release in releases.split("-") if release]
             section += [Relied(f"{module}:{name}", *span) for name in names.split(",")]
     return sections
 
