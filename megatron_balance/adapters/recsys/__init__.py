@@ -21,7 +21,7 @@ __all__ = ["NAME", "install", "is_installed"]
 NAME = "megatron_balance"
 """The shuffler's name in upstream's BatchShufflerFactory."""
 
-_SHUFFLER = "commons.distributed.batch_shuffler:BaseTaskBalancedBatchShuffler"
+_SHUFFLERS = "commons.distributed.batch_shuffler"
 _FACTORY = "commons.distributed.batch_shuffler_factory"
 _TASKS = "commons.perf_model.task_estimator"
 
@@ -44,8 +44,7 @@ def install() -> Installation[str]:
         installation.install(NAME, _hooks, state=_Registration())
         from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
-        module, _, name = _SHUFFLER.partition(":")
-        stock = getattr(importlib.import_module(module), name)
+        stock = importlib.import_module(_SHUFFLERS).BaseTaskBalancedBatchShuffler
         if not _factory().is_registered(NAME):
             # Configurations name the shuffler where balancing is switched off, too.
             _factory().register(NAME, make_shuffler_class(stock) if is_installed() else stock)
@@ -78,11 +77,14 @@ def _hooks() -> list[Hook]:
 
         return get_workloads
 
-    task = "self seqlen num_heads head_dim"
+    shuffler_class, task = f"{_SHUFFLERS}:BaseTaskBalancedBatchShuffler", "self seqlen num_heads head_dim"
     rows: dict[str, tuple[str, Callable[..., Any]]] = {
-        f"{_SHUFFLER}.shuffle": ("self batch pg_group return_indices return_workloads use_all2all", shuffler.shuffle),
-        f"{_SHUFFLER}.start_shuffle_async": ("self batch pg_group", shuffler.start_shuffle_async),
-        f"{_SHUFFLER}.finish_shuffle": ("self batch handle pg_group use_all2all", shuffler.finish_shuffle),
+        f"{shuffler_class}.shuffle": (
+            "self batch pg_group return_indices return_workloads use_all2all",
+            shuffler.shuffle,
+        ),
+        f"{shuffler_class}.start_shuffle_async": ("self batch pg_group", shuffler.start_shuffle_async),
+        f"{shuffler_class}.finish_shuffle": ("self batch handle pg_group use_all2all", shuffler.finish_shuffle),
         f"{_TASKS}:HSTUAttentionTask.get_workloads": (task, task_flops("hstu")),
         f"{_TASKS}:SelfAttentionTask.get_workloads": (task, task_flops("sid_gr")),
     }
