@@ -80,7 +80,7 @@ def measure_cell(
             devs.append(time_of_rows(rows, samples=samples, objective=objective) / ideal)
         sample_cp_sizes = schedule.cp_size_grid.reshape(-1)[schedule.microbatch_of]
         sizes.append(float((batch * sample_cp_sizes).sum() / batch.sum()))
-        num_over_cap += over_cap(schedule)
+        num_over_cap += schedule.metrics().num_over_cap
     return Cell(
         setup.name,
         exchange,
@@ -93,13 +93,6 @@ def measure_cell(
         mean_size=statistics.fmean(sizes),
         num_over_cap=num_over_cap,
     )
-
-
-def over_cap(schedule: DataSchedule) -> int:
-    """Micro-batches of several samples whose ranks hold more tokens than the cap."""
-    counts, tokens = schedule.slot_counts(), schedule.slot_tokens()
-    cap = schedule.limits.max_tokens_per_gpu or 0
-    return int(((counts > 1) & (tokens > cap * schedule.cp_size_grid.reshape(-1))).sum())
 
 
 def time_of_rows(rows: Rows, *, samples: SizedBatch, objective: str) -> int:

@@ -140,12 +140,6 @@ class SizedBatch:
         """A time that no plan can beat."""
         return self.waiting.at_least(self.min_work(), empty=self.per_microbatch)
 
-    def single_sample_floor(self) -> float:
-        """The largest sample, at its cheapest size, over an even share of the least work; at least 1.0."""
-        largest = int(self.at(self.costs, self.cheapest).max(initial=0))
-        total = int((self.at(self.costs, self.min_levels) << self.min_levels).sum())
-        return max(1.0, largest * self.dp_cp_size / max(total, 1))
-
     def min_work(self) -> int:
         """Work of the most loaded rank at least."""
         return bound.min_work_of_sizes(self)

@@ -171,11 +171,6 @@ class Batch:
         """A time that no plan which may move samples can beat."""
         return self.min_time(self.min_slots)
 
-    def single_sample_floor(self) -> float:
-        """The largest sample over a rank's even share, at least 1.0: no plan brings the slowest rank below it."""
-        costs = self.costs.sum(axis=0)
-        return max(1.0, int(costs.max(initial=0)) * self.num_ranks / max(int(costs.sum()), 1))
-
 
 @dataclass(frozen=True)
 class _Packing:

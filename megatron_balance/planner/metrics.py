@@ -16,7 +16,7 @@ from megatron_balance.cost.model import MAX_TOTAL_COST
 from megatron_balance.planner.batch import SizedBatch, batch_of
 from megatron_balance.planner.level_packing import Batch
 from megatron_balance.planner.objective import waiting
-from megatron_balance.planner.problem import Ints, sums
+from megatron_balance.planner.problem import Ints
 from megatron_balance.topology import Topology
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ class ScheduleMetrics:
         over_bound: predicted_cost / lower_bound; 1.0 is perfect.
         unavoidable_waiting: the part of the GPUs' time that they wait even in a plan at its lower bound, since a sample
             is not cut at these context-parallel sizes: larger sizes remove it.
-        single_sample_floor: no plan brings step_imbalance below it, because of its largest sample.
         step_imbalance: costliest rank over the mean rank.
         microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
             over the sum of the means.
@@ -46,10 +45,8 @@ class ScheduleMetrics:
         cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
         num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
         num_microbatches: slots of a rank; with dynamic sizes the most of a rank.
-        num_dummies: empty micro-batches, run as masked dummies.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
-        tokens_by_cp_size: pairs of a context-parallel size and the original tokens that run at it, sizes ascending.
     """
 
     objective: str
@@ -57,7 +54,6 @@ class ScheduleMetrics:
     lower_bound: int
     over_bound: float
     unavoidable_waiting: float
-    single_sample_floor: float
     step_imbalance: float
     microbatch_imbalance: float
     pipeline_imbalance: float
@@ -66,10 +62,8 @@ class ScheduleMetrics:
     cap_headroom: float | None
     num_over_cap: int
     num_microbatches: int
-    num_dummies: int
     moved_tokens: int | None
     mean_cp_size: float
-    tokens_by_cp_size: tuple[tuple[int, int], ...]
 
 
 class GpuCosts(NamedTuple):
@@ -93,37 +87,23 @@ def gpu_costs(batch: Batch | SizedBatch, microbatch_of: Ints, cp_sizes: Ints, *,
 
 def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     """Figures of samples in micro-batches."""
-    problem, microbatch_of, cp_sizes = assignment, assignment.microbatch_of, assignment.cp_size_grid
-    topology, limits, original = problem.topology, problem.limits, problem.lengths
-    batch = batch_of(problem)
-    costs = gpu_costs(batch, microbatch_of, cp_sizes, topology=topology)
-    grid, predicted, bound = costs
+    topology, limits, original = assignment.topology, assignment.limits, assignment.lengths
+    microbatch_of, cp_sizes, padded = assignment.microbatch_of, assignment.cp_size_grid, assignment.padded_lengths
+    batch = batch_of(assignment)
+    grid, predicted, bound = gpu_costs(batch, microbatch_of, cp_sizes, topology=topology)
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
-
-    sizes = cp_sizes.reshape(-1)[microbatch_of]
-    padded = problem.padded(sizes)
-    counts = np.bincount(microbatch_of, minlength=cp_sizes.size)
     # With sizes of their own the cap is a rank's, else that of all context-parallel ranks together.
-    held = sums(padded, microbatch_of, cp_sizes.size)
-    cap = limits.max_tokens_per_microbatch(topology)
+    held, cap = assignment.microbatch_tokens(), limits.max_tokens_per_microbatch(topology)
     if topology.dynamic_cp:
         held, cap = held // np.maximum(cp_sizes.reshape(-1), 1), limits.max_tokens_per_gpu
-    over = np.zeros_like(counts, dtype=np.bool_) if cap is None else (held > cap) & (counts > 1)
-    if limits.micro_batch_size is not None:
-        over |= counts > limits.micro_batch_size
-    peak = int(held.max())
-    widths = cp_sizes if topology.dynamic_cp else np.minimum(cp_sizes, 1)
-    run = int(widths.reshape(-1)[counts > 0].sum())
-
-    knows_homes = problem.home_ranks is not None and not topology.dynamic_cp
-    of_size = sums(original, sizes, int(sizes.max(initial=topology.cp_size)) + 1)
+    peak, sizes = int(held.max()), cp_sizes.reshape(-1)[microbatch_of]
+    knows_homes = assignment.home_ranks is not None and not topology.dynamic_cp
     return ScheduleMetrics(
-        objective=problem.objective,
+        objective=assignment.objective,
         predicted_cost=predicted,
         lower_bound=bound,
         over_bound=predicted / bound if bound else 1.0,
         unavoidable_waiting=unavoidable_waiting(grid, lower_bound=bound),
-        single_sample_floor=batch.single_sample_floor(),
         step_imbalance=step_imbalance,
         microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
         pipeline_imbalance=(
@@ -134,18 +114,13 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
         cap_headroom=None if cap is None else 1 - peak / cap,
-        num_over_cap=int(over.sum()),
+        num_over_cap=int(assignment.is_over_cap().sum()),
         num_microbatches=cp_sizes.shape[1],
-        num_dummies=int((cp_sizes > 0).sum()) - run,
-        moved_tokens=problem.moved_tokens(microbatch_of // cp_sizes.shape[1]) if knows_homes else None,
+        moved_tokens=assignment.moved_tokens(microbatch_of // cp_sizes.shape[1]) if knows_homes else None,
         mean_cp_size=(
             int((original * sizes).sum()) / max(int(original.sum()), 1)
             if topology.dynamic_cp
             else float(topology.cp_size)
-        ),
-        tokens_by_cp_size=tuple(
-            (size, int(of_size[size]))
-            for size in (np.unique(sizes).tolist() if topology.dynamic_cp else [topology.cp_size])
         ),
     )
 

@@ -72,7 +72,7 @@ class Assignment(Problem):
     def samples(self) -> list[list[tuple[int, ...]]]:
         """`[num_ranks][num_microbatches]` sample ids, ascending; the same for all ranks that share a micro-batch."""
         ids: list[int] = self.sample_ids().tolist()
-        ends: list[int] = np.cumsum(self._counts()).tolist()
+        ends: list[int] = np.cumsum(self.microbatch_counts()).tolist()
         microbatches = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
         return [[microbatches[index] for index in slots] for slots in self.owner_slots().tolist()]
 
@@ -90,7 +90,25 @@ class Assignment(Problem):
         objective = resolve_objective(objective or self.objective, topology=self.topology)
         return plan_metrics(replace(self, cost_model=cost_model or self.cost_model, objective=objective))
 
-    def _counts(self) -> Ints:
+    @cached_property
+    def padded_lengths(self) -> Ints:
+        """`[num_samples]` padded tokens, at the size that each sample runs at."""
+        return self.padded(self.cp_size_grid.reshape(-1)[self.microbatch_of])
+
+    def microbatch_tokens(self) -> Ints:
+        """`[num_ranks * num_microbatches]` padded tokens, 0 on the further ranks of a micro-batch."""
+        return sums(self.padded_lengths, self.microbatch_of, self.cp_size_grid.size)
+
+    def is_over_cap(self) -> NDArray[np.bool_]:
+        """`[num_ranks * num_microbatches]` True where several samples are over the cap, of tokens or of samples."""
+        limits, counts = self.limits, self.microbatch_counts()
+        over = counts > (limits.micro_batch_size or counts.size + self.lengths.size)
+        if limits.max_tokens_per_gpu is not None:
+            over |= self.microbatch_tokens() > limits.max_tokens_per_gpu * self.cp_size_grid.reshape(-1)
+        return over & (counts > 1)
+
+    def microbatch_counts(self) -> Ints:
+        """`[num_ranks * num_microbatches]` samples, 0 on the further ranks of a micro-batch."""
         return np.bincount(self.microbatch_of, minlength=self.cp_size_grid.size)
 
 
@@ -112,11 +130,9 @@ class DataSchedule(Assignment):
         objective: `step`, `microbatch` or `pipeline`.
         algorithm: name of the algorithm that made the plan.
         lengths: `[num_samples]` int64 original tokens.
-        padded_lengths: `[num_samples]` int64 padded tokens, at the size that each sample runs at.
         num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
         segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
         images: those of the samples, or None where there are none.
-        oversized: ids of the samples longer than the cap; each runs alone.
         home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
         move_samples: True if samples may leave their home rank.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.
@@ -139,8 +155,6 @@ class DataSchedule(Assignment):
     predicted_cost: int
     lower_bound: int
     algorithm: str
-    padded_lengths: Ints
-    oversized: tuple[int, ...]
     move_samples: bool
     groups: Ints | None
 
@@ -167,8 +181,6 @@ class DataSchedule(Assignment):
             predicted_cost=costs.predicted,
             lower_bound=costs.bound,
             algorithm=algorithm,
-            padded_lengths=problem.padded(cp_sizes.reshape(-1)[microbatch_of]),
-            oversized=tuple(batch.oversized.tolist()),
             move_samples=move_samples,
             groups=groups,
         )
@@ -193,6 +205,13 @@ class DataSchedule(Assignment):
             tuple(ids for ids, is_slot in zip(slots, of_rank, strict=True) if is_slot)
             for slots, of_rank in zip(self.samples(), exists, strict=True)
         )
+
+    @cached_property
+    def oversized(self) -> tuple[int, ...]:
+        """Ids of the samples longer than the cap at the largest size; each runs alone."""
+        cap, size = self.limits.max_tokens_per_gpu, self.topology.dynamic_cp_sizes[-1]
+        tokens = self.padded(np.full_like(self.lengths, size))
+        return () if cap is None else tuple(np.flatnonzero(tokens > cap * size).tolist())
 
     def microbatch(self, rank: int, slot: int) -> tuple[int, ...]:
         """The sample ids of a micro-batch, ascending."""
@@ -220,7 +239,7 @@ class DataSchedule(Assignment):
             return np.arange(self.lengths.size), self.destinations()
         owners = self.owner_slots()[cp_rank :: self.topology.cp_size]
         dp_rank, slot = np.nonzero(self.cp_size_grid[cp_rank :: self.topology.cp_size])
-        owner, counts = owners[dp_rank, slot], self._counts()
+        owner, counts = owners[dp_rank, slot], self.microbatch_counts()
         copied = counts[owner]
         first = (np.cumsum(counts) - counts)[owner]
         index = np.repeat(first - (np.cumsum(copied) - copied), copied) + np.arange(int(copied.sum()))
@@ -230,11 +249,11 @@ class DataSchedule(Assignment):
 
     def slot_counts(self) -> Ints:
         """Samples in each micro-batch, `[num_ranks * num_microbatches]`, rank by rank."""
-        return self._counts()[self.owner_slots()].reshape(-1)
+        return self.microbatch_counts()[self.owner_slots()].reshape(-1)
 
     def slot_tokens(self) -> Ints:
         """Padded tokens of each micro-batch, over all its ranks and before it is filled up, as `slot_counts`."""
-        return sums(self.padded_lengths, self.microbatch_of, self.cp_size_grid.size)[self.owner_slots()].reshape(-1)
+        return self.microbatch_tokens()[self.owner_slots()].reshape(-1)
 
     def check(self) -> DataSchedule:
         """Asserts the invariants of this module.
@@ -299,20 +318,14 @@ def _check_places(schedule: DataSchedule) -> None:
 
 
 def _check_cap(schedule: DataSchedule) -> None:
-    topology, limits = schedule.topology, schedule.limits
-    counts = schedule.slot_counts()
-    if limits.micro_batch_size is not None:
-        require(int(counts.max()) <= limits.micro_batch_size, "cap", "a micro-batch holds too many samples")
-    if limits.max_tokens_per_gpu is None:
-        return
-    held, cap = schedule.slot_tokens(), limits.max_tokens_per_gpu * schedule.cp_size_grid.reshape(-1)
-    over = (held > cap) & (counts > 1)
-    require(not over.any(), "cap", f"micro-batches {np.flatnonzero(over)[:4].tolist()} (rank by rank) hold too much")
-    slots = schedule.microbatch_of[list(schedule.oversized)]
-    alone = bool((counts[slots] == 1).all())
-    require(alone, "cap", "an over-long sample does not run alone")
-    largest = schedule.cp_size_grid.reshape(-1) == topology.dynamic_cp_sizes[-1]
-    require(bool((largest | (held <= cap)).all()), "cap", "an over-long sample does not run at the largest size")
+    over = np.flatnonzero(schedule.is_over_cap())[:4].tolist()
+    require(not over, "cap", f"micro-batches {over} (rank by rank) hold too much")
+    alone = schedule.microbatch_of[list(schedule.oversized)]
+    require(bool((schedule.microbatch_counts()[alone] == 1).all()), "cap", "an over-long sample does not run alone")
+    cap, sizes = schedule.limits.max_tokens_per_gpu, schedule.cp_size_grid.reshape(-1)
+    largest = sizes == schedule.topology.dynamic_cp_sizes[-1]
+    fits = cap is None or bool((largest | (schedule.microbatch_tokens() <= cap * sizes)).all())
+    require(fits, "cap", "an over-long sample does not run at the largest size")
 
 
 def _check_bonds(schedule: DataSchedule) -> None:

@@ -55,7 +55,7 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         speedup=speedup,
         columns=[TITLES[name] for name in figures.policies],
         rows=_rows(figures, peak=peak),
-        floor=max(step.single_sample_floor for step in planned.metrics),
+        unavoidable=max(step.unavoidable_waiting for step in planned.metrics),
         nanmean=np.nanmean,
         charts=charts,
         selection=selection,

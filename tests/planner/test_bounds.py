@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_judge import Batch, figures_of_ranks, makespan
+from plan_judge import Batch, makespan
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cost.model import StageCosts
@@ -99,16 +99,6 @@ def test_the_pigeonhole_bound_sees_three_equal_samples_on_two_ranks():
 def test_as_few_micro_batches_as_the_cap_allows(lengths, limits, multiple, fewest):
     schedule = plan(lengths, topology=Topology(2, microbatch_multiple=multiple), limits=limits)
     assert schedule.num_microbatches == fewest
-
-
-def test_one_sample_heavier_than_the_mean_rank_sets_the_floor():
-    def floor(lengths):
-        ranks = [[list(range(len(lengths)))], [[]], [[]], [[]]]
-        options = {"cost_model": TOKENS, "topology": Topology(4), "limits": Limits(99), "objective": "step"}
-        return figures_of_ranks(ranks, lengths, **options).single_sample_floor
-
-    assert floor([50, 10, 10, 10]) == pytest.approx(2.5)
-    assert floor([10] * 8) == floor([0, 0]) == floor([]) == 1.0
 
 
 def test_nothing_beside_a_giant_makes_up_for_the_other_rank():

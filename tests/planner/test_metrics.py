@@ -28,10 +28,8 @@ def test_figures_by_hand():
     assert metrics.cap_headroom == pytest.approx(0.2)
     assert metrics.num_over_cap == 0
     assert metrics.num_microbatches == 2
-    assert metrics.num_dummies == 0
     assert metrics.moved_tokens == 8
     assert metrics.padding_fraction == 0
-    assert metrics.single_sample_floor == 1.0
     assert metrics.unavoidable_waiting == 0
 
 
@@ -53,13 +51,11 @@ def test_waiting_beside_a_giant_that_no_plan_removes(ranks, share):
         lengths, cost_model=TOKENS, topology=Topology(4, dynamic_cp=True, **ranks), limits=Limits(1200)
     ).metrics()
     assert sizes.unavoidable_waiting < metrics.unavoidable_waiting / 2, "larger sizes remove it"
-    assert sizes.single_sample_floor == 1, "at its cheapest size the dominant sample takes a part of every rank"
 
 
 def test_an_assignment_may_be_ragged_and_over_the_cap():
     metrics = judge([[[0, 1], [2]], [[3]]], [15, 6, 25, 8])
     assert metrics.num_over_cap == 1
-    assert metrics.num_dummies == 1
     assert metrics.cap_headroom == pytest.approx(1 - 25 / 20)
     assert metrics.moved_tokens is None
 
@@ -93,17 +89,16 @@ def test_figures_of_sizes_of_their_own_by_hand():
     shared, alone = (2000 * 1000 + 3 * 800 * 2000) // 4, 500 * 1000 + 500**2
     assert metrics.predicted_cost == metrics.lower_bound == shared + alone
     assert (metrics.over_bound, metrics.step_imbalance, metrics.microbatch_imbalance) == (1, 1, 1)
-    assert metrics.tokens_by_cp_size == ((1, 2000), (4, 2000))
     assert metrics.mean_cp_size == (2000 * 4 + 2000) / 4000
     assert (metrics.peak_tokens, metrics.cap_headroom) == (500, 1 - 500 / 512)
-    assert (metrics.num_microbatches, metrics.num_dummies, metrics.num_over_cap) == (2, 0, 0)
+    assert (metrics.num_microbatches, metrics.num_over_cap) == (2, 0)
     assert metrics.padding_fraction == 0
     assert metrics.moved_tokens is None
     free = schedule.metrics(cost_model=CostModel(linear=1000, quadratic=1))
     assert free.predicted_cost == (2000 * 1000 + 2000**2) // 4 + alone
 
 
-def test_a_sample_too_dear_at_every_size_is_the_floor():
+def test_a_sample_too_dear_at_every_size_sets_the_pace():
     # At most two of four ranks share it: each pays 1010 of 2020 * 4 / 4.
     schedule = build_data_schedule(
         [100, 1, 1],
@@ -112,8 +107,7 @@ def test_a_sample_too_dear_at_every_size_is_the_floor():
         limits=Limits(64),
     )
     metrics = schedule.metrics()
-    assert metrics.single_sample_floor == pytest.approx(1000 * 4 / (2 * 1000 + 2 * 10))
-    assert metrics.step_imbalance == pytest.approx(metrics.single_sample_floor)
+    assert metrics.step_imbalance == pytest.approx(1000 * 4 / (2 * 1000 + 2 * 10))
 
 
 @pytest.mark.parametrize("ranks", [{}, {"fully_sharded": True}, {"ep_size": 4}, {"pp_size": 2}])
