@@ -111,7 +111,7 @@ def _rank(rank: int, dp_size: int, folder: str, results: Any) -> None:
         _mebibytes_received(handle, rank=rank),
     ]
     ranks = handle.plan.result()
-    results.put((figures, int(handle.gathered.lengths[ranks == rank].sum())))
+    results.put((figures, int(handle.gathered.values[ranks == rank, 0].sum())))
     dist.destroy_process_group()
 
 
