@@ -19,7 +19,8 @@ from unittest import mock
 from record_steps import SCHEDULE, Function, recorded, train_wrapped
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
-from megatron_balance.mcore import hooks, plan_process
+from megatron_balance.mcore import plan_process
+from megatron_balance.mcore.run import current
 from megatron_balance.planner import Problem
 
 POLICIES = ("stock", "packed", "balance-data", "by-flops", "dynamic-cp")
@@ -44,7 +45,7 @@ def _in_turns(train_step: Function, *, out: TextIO) -> Function:
         policy = policy_of_step(next(steps))
         bound = signature.bind(*positional, **keywords)
         if policy == "stock":
-            balanced = hooks.current()
+            balanced = current()
             if balanced is not None:
                 balanced.last_step = None
             bound.arguments[SCHEDULE] = bound.arguments[SCHEDULE].args[0]  # Megatron's, inside the hook's partial

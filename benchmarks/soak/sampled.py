@@ -24,7 +24,7 @@ import pretrain_sft
 from record_steps import Function, train_wrapped
 
 from benchmarks.soak.drifting import datasets_provider
-from megatron_balance.mcore import hooks
+from megatron_balance.mcore.run import current
 
 SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 
@@ -83,7 +83,7 @@ def resources() -> dict[str, int]:
 
 
 def _balanced() -> dict[str, Any]:
-    balanced = hooks.current()
+    balanced = current()
     if balanced is None or balanced.last_step is None:
         return {"balanced": False}
     step = balanced.last_step

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Function, Hook, Installation
-from megatron_balance.mcore.hooks import supported_version, while_balancing
+from megatron_balance.mcore.hooks import supported_version
 from megatron_balance.mcore.loop import run_of_model
-from megatron_balance.mcore.run import CurrentRun, run_of
+from megatron_balance.mcore.run import CurrentRun, run_of, while_balancing
 from megatron_balance.mcore.step import BalancedForwardBackward as Run
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.samples.packing import with_attention_keys

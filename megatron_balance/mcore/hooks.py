@@ -6,11 +6,8 @@ is stock. A balanced run hooks what it needs of `megatron.core` before its first
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +20,6 @@ from megatron_balance.hooking import (
     hooks_of_release,
     install_hooks,
     is_off,
-    patched_attrs,
     quiet_imports,
 )
 from megatron_balance.mcore import sequence_mixers
@@ -31,7 +27,7 @@ from megatron_balance.mcore.autotune import STATE
 from megatron_balance.mcore.loss_weights import weigh
 from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.microbatch import RunningStep as Step
-from megatron_balance.mcore.run import CurrentRun, build_run, current, run_of
+from megatron_balance.mcore.run import CurrentRun, build_run, in_step, run_of, while_balancing
 from megatron_balance.mcore.setup.flags import add_balance_args
 from megatron_balance.mcore.setup.rules import Options, holds
 from megatron_balance.mcore.step import BalancedForwardBackward as Run
@@ -54,35 +50,6 @@ def _run_of_megatron() -> Run | None:
         return build_run(vars(args), shape=lambda: ModelShape.from_megatron_args(args), hooks=core_hooks, args=args)
 
     return run_of(args, build)
-
-
-def while_balancing(
-    replacement: Function, *, run: Callable[[], Run | None] = current
-) -> Callable[[Function], Function]:
-    """A wrapper that takes effect in a balanced run, which `run` may build: `replacement(run, function, …)`."""
-
-    def wrap(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(*positional: Any, **keywords: Any) -> Any:
-            balanced = run()
-            if balanced is None:
-                return function(*positional, **keywords)
-            return replacement(balanced, function, *positional, **keywords)
-
-        return wrapper
-
-    return wrap
-
-
-def _in_step(replacement: Function) -> Callable[[Function], Function]:
-    """A wrapper that takes effect while a balanced step runs: `replacement(step, function, …)`."""
-
-    def call_in_step(run: Run, function: Function, *positional: Any, **keywords: Any) -> Any:
-        if run.running is None:
-            return function(*positional, **keywords)
-        return replacement(run.running, function, *positional, **keywords)
-
-    return while_balancing(call_in_step)
 
 
 def _with_balance_arguments(add_megatron_arguments: Function) -> Function:
@@ -133,37 +100,6 @@ def _communicate_shapes(step: Step, communicate: Function, communicator: Any, *m
     return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
 
 
-def _group_of(step: Step, keywords: dict[str, Any]) -> Any:
-    """The context-parallel group of a micro-batch, by its params, where modules were built with another one."""
-    return None if step.cp_groups is None else step.cp_groups.group_of(keywords.get("packed_seq_params"))
-
-
-def _in_own_group(switch: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> Callable[[Function], Function]:
-    """A module's forward in the context-parallel group of its micro-batch: `switch(step.cp_groups, module, group)`."""
-
-    def forward_in_group(step: Step, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
-        group = _group_of(step, keywords)
-        with contextlib.nullcontext() if group is None else switch(step.cp_groups, module, group):
-            return forward(module, *positional, **keywords)
-
-    return _in_step(forward_in_group)
-
-
-def _latent_tensors(step: Step, get: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
-    """They assert that params name no size; the module reads the group of the micro-batch by now."""
-    call = inspect.signature(get).bind(attention, *positional, **keywords)
-    params = call.arguments.get("packed_seq_params")
-    with contextlib.nullcontext() if params is None else patched_attrs(params, local_cp_size=None):
-        return get(*call.args, **call.kwargs)
-
-
-def _mixer_forward(step: Step, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
-    group = _group_of(step, keywords)
-    with contextlib.nullcontext() if group is None else sequence_mixers.mamba(mixer, group):
-        sequence_mixers.check_sequence_bounds(mixer, states, keywords.get("packed_seq_params"))
-        return forward(mixer, states, *positional, **keywords)
-
-
 def _apply_expert_bias(step: Step, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     if padding_mask is not None:
         routing_map = routing_map & ~padding_mask.reshape(-1, 1)
@@ -198,7 +134,7 @@ def _prediction_losses(step: Step, process: Function, *positional: Any, **keywor
     if (weights := step.token_weights) is not None:
         losses_of = keywords["compute_language_model_loss"]
         keywords["compute_language_model_loss"] = lambda *inputs: weigh(losses_of(*inputs), weights())
-    group = _group_of(step, keywords)
+    group = sequence_mixers.group_of(step, keywords)
     return process(*positional, **keywords if group is None else keywords | {"cp_group": group})
 
 
@@ -281,14 +217,14 @@ HOOKS = (
     Hook(
         target="megatron.core.pipeline_parallel.schedules:forward_step",
         parameters=("forward_step_func", "data_iterator", "model", "current_microbatch"),
-        wrap=_in_step(Step.forward_step),
+        wrap=in_step(Step.forward_step),
         reason="numbers each micro-batch, whose shape, masks and groups hold from its forward pass to its loss",
         until="the schedules take a shape for each micro-batch",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
         parameters=("forward_step_func", "data_iterator", "f_model", "current_microbatch"),
-        wrap=_in_step(Step.forward_step),
+        wrap=in_step(Step.forward_step),
         reason="numbers each micro-batch where its forward pass overlaps the backward pass of another",
         until="the schedules take a shape for each micro-batch",
         needed="overlap_moe_expert_parallel_comm",
@@ -296,14 +232,14 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:backward_step",
-        wrap=_in_step(_backward_step),
+        wrap=in_step(_backward_step),
         reason="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
         parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
-        wrap=_in_step(_communicate_shapes),
+        wrap=in_step(_communicate_shapes),
         reason="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
         until="the schedules take a shape for each micro-batch",
         needed="pipeline_model_parallel_size>1",
@@ -311,40 +247,17 @@ HOOKS = (
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         parameters=("batch", "cp_group"),
-        wrap=_in_step(_split_by_document),
+        wrap=in_step(_split_by_document),
         reason="scripts ask for it under --dataloader-inter-document-masking; packs hold documents that split alone",
         until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
         needed=":context_parallel",
         first="0.19",
     ),
-    *(
-        Hook(
-            target=f"megatron.core.{module}.forward",
-            parameters=("packed_seq_params",),
-            wrap=_in_own_group(lambda _, module, group, switch=switch: switch(module, group)),
-            reason="reads the static context-parallel group, whatever group the packed sequences name",
-            until="a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them",
-            needed=f"balance_dynamic_cp {needed}".strip(),
-            first="0.19",
-        )
-        for module, switch, needed in sequence_mixers.SWITCHES
-    ),
-    *(
-        Hook(
-            target=f"megatron.core.{module}.get_query_key_value_tensors",
-            parameters=("packed_seq_params",),
-            wrap=_in_step(_latent_tensors),
-            reason="refuses packed sequences that name a context-parallel size",
-            until="a release drops the assertion, as Megatron's dev branch does",
-            needed=f"balance_dynamic_cp {needed}",
-            first="0.19",
-        )
-        for module, needed in sequence_mixers.LATENT_SELF_ATTENTION
-    ),
+    *sequence_mixers.HOOKS,
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.save_metrics_to_tracker",
         parameters=("loss",),
-        wrap=_in_step(_save_prediction_loss),
+        wrap=in_step(_save_prediction_loss),
         reason="the log averages over all ranks, and so counts a micro-batch once for each rank that shares it",
         until="a release logs sums over tokens, as Megatron's dev branch does",
         needed="balance_dynamic_cp mtp_num_layers",
@@ -353,7 +266,7 @@ HOOKS = (
     Hook(
         target="megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
         parameters=("position_ids", "cp_group"),
-        wrap=_in_step(_whole_angles),
+        wrap=in_step(_whole_angles),
         reason="cuts the angles of a micro-batch as a whole, where its sequences are split one by one",
         until="Megatron cuts them sequence by sequence, as its dev branch does",
         needed="balance_dynamic_cp position_embedding_type=mrope",
@@ -361,7 +274,7 @@ HOOKS = (
     ),
     Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        wrap=_in_own_group(CpGroups.router_group),
+        wrap=sequence_mixers.in_own_group(CpGroups.router_group),
         reason="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
         until="a release hands routers the group of packed_seq_params",
         needed="balance_dynamic_cp num_experts",
@@ -370,7 +283,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
         parameters=("name", "value", "reduce_group", "avg_group"),
-        wrap=_in_step(_record),
+        wrap=in_step(_record),
         reason="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
         until="Megatron's log takes losses of groups of several sizes",
         needed="balance_dynamic_cp num_experts",
@@ -412,7 +325,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
         parameters=("routing_map", "padding_mask"),
-        wrap=_in_step(_apply_expert_bias),
+        wrap=in_step(_apply_expert_bias),
         reason="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
         until="0.20, which gives the mask a second dimension",
         needed="num_experts",
@@ -422,7 +335,7 @@ HOOKS = (
         target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
         bound_in=("megatron.core.transformer.moe.router",),
         parameters=("reduce_group", "with_padding_mask"),
-        wrap=_in_step(_count_tokens),
+        wrap=in_step(_count_tokens),
         reason="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
         until="Megatron scales auxiliary losses by the tokens of the group, at least one",
         needed="num_experts",
@@ -430,7 +343,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._get_embeddings",
         parameters=("padding_mask",),
-        wrap=_in_step(_get_embeddings),
+        wrap=in_step(_get_embeddings),
         reason="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
         until="Megatron passes the mask on unchanged, as its dev branch does",
         needed="num_experts mtp_num_layers",
@@ -440,7 +353,7 @@ HOOKS = (
         target="megatron.core.transformer.multi_token_prediction:process_mtp_loss",
         bound_in=("megatron.core.models.gpt.gpt_model", "megatron.core.models.hybrid.hybrid_model"),
         parameters=("compute_language_model_loss", "cp_group", "packed_seq_params"),
-        wrap=_in_step(_prediction_losses),
+        wrap=in_step(_prediction_losses),
         reason="models sum losses, where no weight of a sample reaches them, and hand it the static group",
         until="Megatron takes weights of samples, and models hand it the group of packed_seq_params",
         needed="mtp_num_layers",
@@ -449,20 +362,10 @@ HOOKS = (
     Hook(
         target="megatron.core.models.gpt.gpt_model:GPTModel.build_schedule_plan",
         parameters=("packed_seq_params",),
-        wrap=_in_step(_build_schedule_plan),
+        wrap=in_step(_build_schedule_plan),
         reason="scripts do not tell the schedule of expert overlap where packed sequences begin",
         until="scripts pass packed_seq_params, as on Megatron's dev branch",
         needed="overlap_moe_expert_parallel_comm",
-        first="0.19",
-    ),
-    Hook(
-        target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
-        parameters=("hidden_states", "packed_seq_params"),
-        wrap=_in_step(_mixer_forward),
-        reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing; "
-        "its heads are exchanged in the static context-parallel group",
-        until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these",
-        needed=":mamba",
         first="0.19",
     ),
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Hook, Patches, install_hooks
+from megatron_balance.hooking import Function, Hook, Patches, install_hooks
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import Layout, refuse_bound_device
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
@@ -58,6 +58,35 @@ def run_of(owner: Any, build: Callable[[], BalancedForwardBackward | None]) -> B
     if _built is None or _built[0] is not owner:
         _built = owner, build()
     return _built[1]
+
+
+def while_balancing(
+    replacement: Function, *, run: Callable[[], BalancedForwardBackward | None] = current
+) -> Callable[[Function], Function]:
+    """A wrapper that takes effect in a balanced run, which `run` may build: `replacement(run, function, …)`."""
+
+    def wrap(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(*positional: Any, **keywords: Any) -> Any:
+            balanced = run()
+            if balanced is None:
+                return function(*positional, **keywords)
+            return replacement(balanced, function, *positional, **keywords)
+
+        return wrapper
+
+    return wrap
+
+
+def in_step(replacement: Function) -> Callable[[Function], Function]:
+    """A wrapper that takes effect while a balanced step runs: `replacement(step, function, …)`."""
+
+    def call_in_step(run: BalancedForwardBackward, function: Function, *positional: Any, **keywords: Any) -> Any:
+        if run.running is None:
+            return function(*positional, **keywords)
+        return replacement(run.running, function, *positional, **keywords)
+
+    return while_balancing(call_in_step)
 
 
 class CurrentRun:

@@ -1,7 +1,7 @@
 """What Megatron's modules read of context parallelism, by kind of module: switched to the group of a micro-batch.
 
 They read it from what they were built with; PackedSeqParams carry the group to attention kernels alone. A hook of each
-module's forward (`hooks.py`) enters the context here, also when its activations are recomputed. Autograd functions keep
+module's forward enters the context, also when its activations are recomputed. Autograd functions keep
 the group that they ran in.
 """
 
@@ -17,7 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import patched_attrs
+from megatron_balance.hooking import Function, Hook, patched_attrs
+from megatron_balance.mcore.microbatch import RunningStep as Step
+from megatron_balance.mcore.run import in_step
 
 
 def attention(module: Any, group: dist.ProcessGroup) -> AbstractContextManager[None]:
@@ -121,3 +123,73 @@ SWITCHES: tuple[tuple[str, Switch, str], ...] = (
     ("transformer.multi_token_prediction:MultiTokenPredictionBlock", prediction_depths, "mtp_num_layers"),
 )
 """Classes below `megatron.core`, how their forward is switched, and the options that need it; Mamba has more to do."""
+
+
+def group_of(step: Step, keywords: dict[str, Any]) -> Any:
+    """The context-parallel group of a micro-batch, by its params, where modules were built with another one."""
+    return None if step.cp_groups is None else step.cp_groups.group_of(keywords.get("packed_seq_params"))
+
+
+def in_own_group(switch: Callable[[Any, Any, Any], AbstractContextManager[None]]) -> Callable[[Function], Function]:
+    """A module's forward in the context-parallel group of its micro-batch: `switch(step.cp_groups, module, group)`."""
+
+    def forward_in_group(step: Step, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
+        group = group_of(step, keywords)
+        with contextlib.nullcontext() if group is None else switch(step.cp_groups, module, group):
+            return forward(module, *positional, **keywords)
+
+    return in_step(forward_in_group)
+
+
+def _latent_tensors(step: Step, get: Function, attention: Any, *positional: Any, **keywords: Any) -> Any:
+    """They assert that params name no size; the module reads the group of the micro-batch by now."""
+    call = inspect.signature(get).bind(attention, *positional, **keywords)
+    params = call.arguments.get("packed_seq_params")
+    with contextlib.nullcontext() if params is None else patched_attrs(params, local_cp_size=None):
+        return get(*call.args, **call.kwargs)
+
+
+def _mixer_forward(step: Step, forward: Function, mixer: Any, states: Any, *positional: Any, **keywords: Any) -> Any:
+    group = group_of(step, keywords)
+    with contextlib.nullcontext() if group is None else mamba(mixer, group):
+        check_sequence_bounds(mixer, states, keywords.get("packed_seq_params"))
+        return forward(mixer, states, *positional, **keywords)
+
+
+HOOKS = (
+    *(
+        Hook(
+            target=f"megatron.core.{module}.forward",
+            parameters=("packed_seq_params",),
+            wrap=in_own_group(lambda _, module, group, switch=switch: switch(module, group)),
+            reason="reads the static context-parallel group, whatever group the packed sequences name",
+            until="a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them",
+            needed=f"balance_dynamic_cp {needed}".strip(),
+            first="0.19",
+        )
+        for module, switch, needed in SWITCHES
+    ),
+    *(
+        Hook(
+            target=f"megatron.core.{module}.get_query_key_value_tensors",
+            parameters=("packed_seq_params",),
+            wrap=in_step(_latent_tensors),
+            reason="refuses packed sequences that name a context-parallel size",
+            until="a release drops the assertion, as Megatron's dev branch does",
+            needed=f"balance_dynamic_cp {needed}",
+            first="0.19",
+        )
+        for module, needed in LATENT_SELF_ATTENTION
+    ),
+    Hook(
+        target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
+        parameters=("hidden_states", "packed_seq_params"),
+        wrap=in_step(_mixer_forward),
+        reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing; "
+        "its heads are exchanged in the static context-parallel group",
+        until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these",
+        needed=":mamba",
+        first="0.19",
+    ),
+)
+"""The hooks of these modules."""

@@ -26,7 +26,7 @@ import pretrain_sft
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 
-from megatron_balance.mcore import hooks
+from megatron_balance.mcore.run import current
 
 Function = Callable[..., Any]
 SCHEDULE = "forward_backward_func"
@@ -103,7 +103,7 @@ def _clocked(function: Function, *, seconds: list[float]) -> Function:
 
 
 def _plan() -> dict[str, Any]:
-    balanced = hooks.current()
+    balanced = current()
     step = balanced.last_step if balanced is not None else None
     if step is None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
@@ -21,7 +19,6 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_run import search_path
 
 from megatron_balance import BalanceError
 from megatron_balance.mcore.setup.layout import Layout, make_groups, refuse_bound_device
@@ -130,13 +127,3 @@ def test_a_device_of_the_world_is_refused_where_gloo_groups_would_hang(
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(BalanceError, match="leave device_id out") if refused else contextlib.nullcontext():
         refuse_bound_device()
-
-
-def test_groups_of_cpu_ranks_listen_on_the_interface_that_is_named() -> None:
-    code = """import torch.distributed as dist
-from cpu_shim import share_gloo_device
-share_gloo_device()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)"""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "nowhere0", "PYTHONPATH": search_path()}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert "nowhere0" in process.stderr

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance import BalanceError, hooking
-from megatron_balance.mcore import balanced_schedule, hooks, install_bridge
+from megatron_balance.mcore import balanced_schedule, hooks, install_bridge, run
 
 
 def test_install_and_undo_restore_the_very_functions() -> None:
@@ -84,7 +84,7 @@ def test_without_a_flag_megatron_gets_its_own_schedule(monkeypatch: pytest.Monke
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parser.parse_args([]))
     try:
         assert training.get_forward_backward_func(1, None) is schedules.forward_backward_no_pipelining
-        assert hooks.current() is None
+        assert run.current() is None
     finally:
         installed.undo()
 

@@ -31,7 +31,7 @@ from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 from thd_attention import thd_block_spec
 
 from megatron_balance.mcore import bridge as ours
-from megatron_balance.mcore import hooks
+from megatron_balance.mcore.run import current
 
 __all__ = ["main", "train_here"]
 
@@ -83,7 +83,7 @@ class Recorder(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         assert context.loss_dict is not None
         row = {name.replace(" ", "_"): float(value) for name, value in context.loss_dict.items()}
-        run = hooks.current()
+        run = current()
         if run is not None:
             self._trained = run.last_step
             schedule = run.last_step.schedule
@@ -93,7 +93,7 @@ class Recorder(Callback):
 
     def on_eval_end(self, context: CallbackContext) -> None:
         self.of_run["evaluations"].append([float(value) for value in (context.total_loss_dict or {}).values()])
-        run = hooks.current()
+        run = current()
         self.of_run["balanced_evaluations"] += run is not None and run.last_step is not self._trained
 
 
