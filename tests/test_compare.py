@@ -19,6 +19,7 @@ from recorded_runs import run_info, write_record
 from megatron_balance import CostModel, Limits, ModelShape, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration
+from megatron_balance.lengths import dataset_lengths
 from megatron_balance.mcore import add_balance_args
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.planner import Problem
@@ -397,6 +398,22 @@ def test_advice_is_true(lengths: list[int], ranks: tuple[int, int], model: list[
     if advice["policy"] == "dynamic-cp":
         assert chosen["speedup"] > 1.05 * max(at_one_size)
     assert set(re.findall(r"--max-tokens-per-gpu (\d+)", chosen["flags"])) <= {"2048"}
+
+
+def test_lengths_of_all_rows_are_saved_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out" / "lengths.jsonl"
+    rows.write_text("".join(f'{{"input_ids": {[0] * length}, "x": 1}}\n' for length in range(1, 201)))
+    flags = ["--save-lengths", out]
+    assert compare(rows, *batch_of(8, 4, 512), "--steps", 1, "--shuffle", 3, *flags) == 0
+    assert dataset_lengths(out).tolist() == list(range(1, 201))
+    packs = tmp_path / "packs.jsonl"
+    packs.write_text("[300, 1200]\n[7]\n" * 4)
+    ranks = ["--global-batch-size", 4, "--dp-size", 2, "--seq-length", 2048]
+    assert compare(packs, *ranks, "--save-lengths", tmp_path / "packs.txt") == 0
+    assert [pack.tolist() for pack in dataset_lengths(tmp_path / "packs.txt")] == [[300, 1200], [7]] * 4
+    capsys.readouterr()
+    assert compare(packs, *ranks, "--save-lengths", packs) == 2
+    assert "--save-lengths is" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_named_before_any_work(

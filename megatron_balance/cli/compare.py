@@ -93,6 +93,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     },
     "output": {
         "--policy": (str, "NAME", "its plan, in place of the recommended one, goes to --json"),
+        "--save-lengths": (output_file, "OUT", "write the tokens of every row, a line each, for dataset_lengths"),
         "--json": (output_file, "OUT", "write all figures, and the plan of --policy; - prints them"),
     },
 }

@@ -44,7 +44,7 @@ class Batches:
 
 def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
     """Ranks and cap of the flags, else of the record; a flag that is missing, or has no effect, is refused."""
-    names = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length")
+    names = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length", "save_lengths")
     wrong = [name for name in ("global_batch_size", *names) if (getattr(args, name) is None) == (record is None)]
     if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
         wrong.append("max_tokens_per_gpu")
@@ -161,8 +161,11 @@ def rows_to_plan(args: argparse.Namespace) -> tuple[str, Rows]:
     is_index = args.lengths.lower().endswith(".idx") or (
         not Path(args.lengths).suffix and Path(f"{args.lengths}.idx").is_file()
     )
-    in_order = args.shuffle is None and not is_index and kind not in DOCUMENTS
+    in_order = args.shuffle is None and not is_index and kind not in DOCUMENTS and args.save_lengths is None
     rows = _rows(args, limit=limit if in_order else None)
+    if args.save_lengths is not None:
+        packs = np.split(rows.lengths, rows.counts.cumsum()[:-1])
+        args.save_lengths.write_text("".join(f"{pack.tolist()}\n" for pack in packs), encoding="utf-8")
     if kind is None and args.seq_length is not None and not is_index:
         kind = "packed" if (rows.counts != 1).any() else "padded"
     if kind is None:

@@ -63,11 +63,13 @@ def refuse_overwriting(args: argparse.Namespace) -> None:
     texts = {name: str(value) for name, value in vars(args).items() if isinstance(value, str | Path)}
     paths = {name: text for name, text in texts.items() if text != str(STANDARD_OUTPUT)}
     sources = {os.path.realpath(paths[name]) for name in {"lengths", "record", "cost", "model"} & paths.keys()}
-    for flag in sorted({"json", "out"} & paths.keys()):
+    for flag in sorted({"json", "out", "save_lengths"} & paths.keys()):
         output = Path(os.path.realpath(paths[flag]))
         folder = output.parent if output.suffix == ".jsonl" else output  # files of a record
         if sources & {str(output), str(folder)}:
-            raise BalanceError(f"--{flag} is {paths[flag]!r}, an input of this command: name another file.")
+            raise BalanceError(
+                f"--{flag.replace('_', '-')} is {paths[flag]!r}, an input of this command: name another file."
+            )
 
 
 def printable(text: str) -> str:
