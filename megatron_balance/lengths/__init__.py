@@ -1,6 +1,6 @@
 """Lengths of samples: read from files, drawn from named distributions, or joined and filled to Megatron's rows."""
 
-from megatron_balance.lengths.read import MAX_LENGTH, read_lengths, read_rows
+from megatron_balance.lengths.read import MAX_LENGTH, dataset_lengths, read_lengths, read_rows
 from megatron_balance.lengths.rows import (
     MEGATRON_SEED,
     STOCKS,
@@ -16,6 +16,7 @@ __all__ = [
     "STOCKS",
     "SYNTHETIC_LENGTHS",
     "Rows",
+    "dataset_lengths",
     "read_lengths",
     "read_rows",
     "stock_rows",

@@ -32,7 +32,7 @@ MAX_LENGTH = 2**31 - 1
 MAX_LINE = 2**26
 """Longest line of a text, bytes."""
 
-DEFAULT_KEYS = ("length", "num_tokens", "input_ids")
+DEFAULT_KEYS = ("length", "num_tokens", "seq_lengths", "input_ids")
 """Names under which a length is looked for when no key is given."""
 
 _BLOCK = 2**16
@@ -62,7 +62,8 @@ def read_rows(
             pyarrow); the `.idx` of a Megatron data set, or its path without suffix, whose sequences are the documents
             of GPTDataset; `-`, the lines of the standard input.
         key: array, column or JSON field that holds the lengths, or lists of tokens that are counted. Without it
-            `length`, `num_tokens` or `input_ids` is taken, or the only array or column there is.
+            `length`, `num_tokens`, `seq_lengths` (of a packed row) or `input_ids` is taken, or the only array or column
+            there is.
         limit: rows to read; None for all of them, at most `MAX_LENGTHS`.
 
     Raises:
@@ -88,6 +89,44 @@ def read_rows(
         raise BalanceError(
             f"{file} cannot be read as {suffix}: {reason}; give a file of lengths, or synthetic:NAME."
         ) from error
+
+
+def dataset_lengths(
+    dataset: Any, *, column: str | None = None, length: Callable[[Any], int] | None = None
+) -> Sequence[Any] | NDArray[np.int64]:
+    """Lengths of a data set in its order, as `BalancedBatchSampler` takes them.
+
+    Args:
+        dataset: rows by position, dictionaries, or a `datasets.Dataset`; or a file that
+            `megatron-balance compare --save-lengths` wrote, or any other that `read_lengths` reads.
+        column: of lengths, of tokens, or `seq_lengths` of packs; None for the first there is of `length`,
+            `num_tokens`, `seq_lengths` and `input_ids`.
+        length: tokens of a row, where no column has them.
+
+    Returns:
+        `[num_rows]` tokens, or lists of them where rows are packs.
+
+    Raises:
+        BalanceError: the data set has no such column, the file cannot be read, or a length is none.
+
+    Example:
+        >>> from megatron_balance.loaders import dataset_lengths
+        >>> dataset_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
+        array([3, 1])
+    """
+    if length is not None:
+        return [length(dataset[row]) for row in range(len(dataset))]
+    if isinstance(dataset, str | Path):
+        rows = read_rows(dataset, key=column)
+    else:
+        names: list[str] | None = getattr(dataset, "column_names", None)
+        name = _choose(names or [*dataset[0]], source="the data set", key=column, kind="field")
+        values = dataset[name] if names else (row[name] for row in dataset)
+        plain = (value.tolist() if hasattr(value, "tolist") else value for value in values)
+        lists = [_lengths_of({name: value}, "the data set", name) for value in plain]
+        block = list(chain.from_iterable(lists)), list(map(len, lists))
+        rows = _collect(Path("the data set"), iter([block]), limit=None, progress=None)
+    return rows.lengths if (rows.counts == 1).all() else np.split(rows.lengths, rows.counts.cumsum()[:-1])
 
 
 _UNREADABLE = (
@@ -206,7 +245,7 @@ def _lengths_of(row: object, source: str, key: str | None) -> list[object]:
         if name not in fields:
             name = _choose(list(fields), source=source, key=key, kind="field")
         row = fields[name]
-        if isinstance(row, list) and name not in DEFAULT_KEYS[:2]:
+        if isinstance(row, list) and name not in DEFAULT_KEYS[:3]:
             return [len(cast("list[object]", row))]
     return cast("list[object]", row) if isinstance(row, list) else [row]
 

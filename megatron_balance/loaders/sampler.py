@@ -6,22 +6,22 @@ micro-batch within their step only, so that a loss which is normalised over the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import distributed
+from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import as_integers, balance, build_data_schedule
 from megatron_balance.topology import Limits, Topology
-
-MAX_ORDERS = 8
-"""Orders of an epoch that are tried until each of its steps fits in `num_microbatches`."""
 
 Plan = Sequence[Sequence[Sequence[int]]]
 """For every rank, for every micro-batch: positions in the data set."""
@@ -30,27 +30,26 @@ Plan = Sequence[Sequence[Sequence[int]]]
 class BalancedBatchSampler:
     """Yields micro-batches, lists of positions in the data set, so that all ranks take equally long.
 
-    Iterating gives this rank's micro-batches, for `DataLoader(batch_sampler=...)`. `all_ranks()` gives every rank's in
-    turn, for Accelerate, which deals them out itself. `steps()` gives the micro-batches of one step as a list, also
-    with a free number of them. Each step has the samples that it has without balancing.
+    Iterating gives this rank's micro-batches, for `DataLoader(batch_sampler=...)`; `all_ranks()` has every rank's in
+    turn, for Accelerate, which deals them out itself. The order of an epoch follows from `seed` and the epoch alone; a
+    step whose samples do not fit in `num_microbatches` is mixed with the one that has fewest tokens.
 
     Args:
-        lengths: `[num_samples]` tokens of each sample. With `num_segments` those of each segment, sample by sample.
+        lengths: `[num_samples]` tokens of each sample; where samples are packs of several, lists of theirs.
         global_batch_size: samples of a step, over all ranks.
         num_microbatches: micro-batches of each rank in a step (gradient accumulation); None for as many as each step
-            needs, which only `steps()` can give.
+            needs: iterating then gives steps, lists of micro-batches.
         max_tokens: tokens that a micro-batch holds at most, with their padding if `padded`; None for no cap.
         max_samples: samples that a micro-batch holds at most; None for no cap.
         model: whose FLOPs are balanced, or a cost model; None to balance tokens.
-        padded: a micro-batch is as wide as its longest sample. Else samples are packed without padding.
+        padded: a micro-batch is as wide as its longest sample, or pack. Else samples are packed without padding.
         objective: `microbatch` where ranks wait for one another in every micro-batch (FSDP, TRL), `step` where they do
             once a step (DDP).
         num_replicas: data-parallel ranks; None for those of torch.distributed.
         rank: this one; None for that of torch.distributed.
-        shuffle: a new order in every epoch, from `seed` and the epoch alone.
+        shuffle: a new order in every epoch.
         seed: of the order, at least 0.
         drop_last: leave out the samples that fill no step; else the last step has fewer.
-        num_segments: `[num_samples]` segments of each sample, where a sample is a pack of several.
 
     Raises:
         BalanceError: an argument is wrong, a sample is over the cap, or samples are too few or too long for
@@ -66,7 +65,7 @@ class BalancedBatchSampler:
 
     def __init__(
         self,
-        lengths: Sequence[int] | NDArray[Any],
+        lengths: Sequence[Any] | NDArray[Any],
         *,
         global_batch_size: int,
         num_microbatches: int | None,
@@ -80,39 +79,36 @@ class BalancedBatchSampler:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
-        num_segments: Sequence[int] | NDArray[Any] | None = None,
     ) -> None:
-        self.num_replicas, self.rank = ranks_of_run(num_replicas, rank)
+        if num_replicas is None and rank is None:
+            is_run = distributed.is_available() and distributed.is_initialized()
+            num_replicas, rank = (distributed.get_world_size(), distributed.get_rank()) if is_run else (1, 0)
+        if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
+            raise BalanceError(
+                f"rank is {rank} of num_replicas {num_replicas}: give both, rank below num_replicas, or none."
+            )
+        self.num_replicas, self.rank = (
+            check_integer("num_replicas", num_replicas),
+            check_integer("rank", rank, minimum=0),
+        )
         self.global_batch_size = check_integer("global_batch_size", global_batch_size)
         self.num_microbatches = num_microbatches and check_integer("num_microbatches", num_microbatches)
-        self.seed, self.shuffle, self.drop_last = check_integer("seed", seed, minimum=0), shuffle, drop_last
-        self._segments = self.lengths = as_integers(lengths, name="lengths")
-        self._num_segments = None if num_segments is None else as_integers(num_segments, name="num_segments")
-        if self._num_segments is not None:
-            if padded or int(self._num_segments.sum()) != self._segments.size:
-                raise BalanceError(
-                    f"num_segments counts {int(self._num_segments.sum())} segments of {self._segments.size} lengths, "
-                    f"with padded={padded}: give a length for each, and pack them without padding."
-                )
-            self._ends = self._num_segments.cumsum()
-            totals = np.concatenate([[0], self._segments.cumsum()])
-            self.lengths = totals[self._ends] - totals[self._ends - self._num_segments]
-        self._is_capped = max_tokens is not None or max_samples is not None
+        self.seed, self.shuffle = check_integer("seed", seed, minimum=0), shuffle
+        self._packs: list[NDArray[np.int64]] | None = None
+        if len(lengths) and np.ndim(lengths[0]):
+            self._packs = [as_integers(pack, name="lengths") for pack in lengths]
+        totals = lengths if self._packs is None else [int(pack.sum()) for pack in self._packs]
+        self.lengths = as_integers(totals, name="lengths")
         longest = int(self.lengths.max(initial=1))
-        cap = longest * self.global_batch_size if max_tokens is None else check_integer("max_tokens", max_tokens)
-        self._options: dict[str, Any] = {
-            "num_ranks": self.num_replicas,
-            "max_tokens": cap,
-            "max_samples": max_samples,
-            "model": CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens(),
-            "padded": padded,
-            "objective": objective,
-        }
+        no_cap = longest * self.global_batch_size
+        cap = no_cap if max_tokens is None else min(check_integer("max_tokens", max_tokens), no_cap)
         if longest > cap:
             raise BalanceError(
                 f"max_tokens is {cap}, and {int((self.lengths > cap).sum())} samples are longer, up to "
                 f"{longest} tokens at position {int(self.lengths.argmax())}: cut or drop them, or raise max_tokens."
             )
+        num_full = self.lengths.size // self.global_batch_size
+        self.num_steps = num_full if drop_last else -(-self.lengths.size // self.global_batch_size)
         required = self.num_replicas * (self.num_microbatches or 1)
         fewest = self.lengths.size - (self.num_steps - 1) * self.global_batch_size
         if not self.num_steps or min(fewest, self.global_batch_size) < required:
@@ -120,27 +116,28 @@ class BalancedBatchSampler:
                 f"global_batch_size is {self.global_batch_size} of {self.lengths.size} samples, and each step, also "
                 f"the last, needs {required} for its micro-batches: change it, num_microbatches or drop_last."
             )
-        self._latest = MicrobatchIterator(self, epoch=0)
-        self._state: Mapping[str, Any] | None = None
-        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._options: dict[str, Any] = {
+            "num_ranks": self.num_replicas,
+            "max_tokens": cap,
+            "max_samples": max_samples and check_integer("max_samples", max_samples),
+            "model": CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens(),
+            "padded": padded,
+            "objective": objective,
+        }
+        plans = (self.global_batch_size, self.num_microbatches, self.num_steps, self.seed, self.shuffle, self._options)
+        numbers = np.concatenate([self.lengths, *(self._packs or ())]).astype("<i8")
+        self._digest = hashlib.sha256(repr(plans).encode() + numbers.tobytes()).hexdigest()[:16]
+        self._ranks: Sequence[int] = (self.rank,)
+        self._epoch = self._given = self._start = 0  # `_given`: micro-batches that the latest iterator gave
+        self._steps: tuple[int, list[NDArray[np.int64]]] | None = None
         self._plan: tuple[tuple[int, int], Plan] | None = None
         self.plan(0, 0)
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of an epoch."""
-        spare = 0 if self.drop_last else self.global_batch_size - 1
-        return (self.lengths.size + spare) // self.global_batch_size
+    drop_last = True  # as its micro-batches are complete: Accelerate would repeat the first ones at the end
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch.
-
-        Raises:
-            TypeError: `num_microbatches` is None, so that their number follows from each plan.
-        """
-        if self.num_microbatches is None:
-            raise TypeError("num_microbatches is None: how many micro-batches an epoch has, only its plans say.")
-        return self.num_steps * self.num_microbatches
+        """Micro-batches of an epoch, or steps where their number is free."""
+        return self.num_steps * (self.num_microbatches or 1) * len(self._ranks)
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -151,30 +148,26 @@ class BalancedBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The order of this epoch from the next `iter()` on. Call it with the same number on every rank."""
-        self._latest, self._state = MicrobatchIterator(self, epoch=check_integer("epoch", epoch, minimum=0)), None
+        self._epoch, self._given, self._start = check_integer("epoch", epoch, minimum=0), 0, 0
 
-    def __iter__(self) -> MicrobatchIterator:
-        return self.iterate(self.rank)
+    def __iter__(self) -> Iterator[list[Any]]:
+        self._given, self._start = self._start, 0
+        return self._iterate(self._epoch, self._given)
 
-    def iterate(self, *ranks: int) -> MicrobatchIterator:
-        """The micro-batches of these ranks in turn, from where a loaded state says, else from the epoch's start."""
-        if self.num_microbatches is None:
-            raise BalanceError("num_microbatches is None: iterate over sampler.steps(), or set a number.")
-        self._latest = MicrobatchIterator(self, *ranks, epoch=self._latest.epoch)
-        if self._state is not None:
-            self._latest.load_state_dict(self._state)
-        self._state = None
-        return self._latest
+    def _iterate(self, epoch: int, first: int) -> Iterator[list[Any]]:
+        for number in range(first, len(self)):
+            slots, rank = divmod(number, len(self._ranks))
+            step, slot = divmod(slots, self.num_microbatches or 1)
+            self._given = number + 1
+            batches = [list(batch) for batch in self.plan(epoch, step)[self._ranks[rank]]]
+            yield batches if self.num_microbatches is None else batches[slot]
 
-    def all_ranks(self) -> AllRanks:
-        """Every rank's micro-batches, slot by slot and rank by rank."""
-        return AllRanks(self)
-
-    def steps(self) -> Iterator[list[list[int]]]:
-        """This rank's micro-batches, a list for every step."""
-        epoch = self._latest.epoch
-        for step in range(self.num_steps):
-            yield [list(batch) for batch in self.plan(epoch, step)[self.rank]]
+    def all_ranks(self) -> BalancedBatchSampler:
+        """A sampler of the same plans that yields every rank's micro-batches, slot by slot and rank by rank."""
+        sampler = copy.copy(self)
+        sampler._ranks, sampler._digest = range(self.num_replicas), f"{self._digest}, all ranks"
+        sampler.set_epoch(self._epoch)
+        return sampler
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on after the micro-batches that the latest iterator gave.
@@ -182,7 +175,7 @@ class BalancedBatchSampler:
         Worker processes draw micro-batches ahead of training: torchdata's StatefulDataLoader saves the state that goes
         with the last one trained on.
         """
-        return self._latest.state_dict()
+        return {"epoch": self._epoch, "microbatches": self._given, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next `iter()` go on where the state was taken.
@@ -190,35 +183,31 @@ class BalancedBatchSampler:
         Raises:
             BalanceError: the state is of other lengths or options.
         """
-        self._latest.load_state_dict(state)
-        self._state = state
-
-    def digest(self) -> str:
-        """A hash of all that plans depend on; the same on every rank."""
-        shape = (self.global_batch_size, self.num_microbatches, self.seed, self.shuffle, self.drop_last)
-        arrays = [self._segments, self._segments[:0] if self._num_segments is None else self._num_segments]
-        text = repr((shape, self._options)).encode() + b"".join(array.astype("<i8").tobytes() for array in arrays)
-        return hashlib.sha256(text).hexdigest()[:16]
+        if state.get("digest") != self._digest:
+            raise BalanceError(
+                "The state is of a sampler with other lengths or options: resume with those of the first run, or start "
+                "the epoch anew."
+            )
+        self.set_epoch(state["epoch"])
+        self._given = self._start = check_integer("microbatches", state["microbatches"], minimum=0)
 
     def plan(self, epoch: int, step: int) -> Plan:
         """`plan[rank][microbatch]` are positions in the data set; the same on every rank."""
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, self._order_that_fits(epoch)
+        if self._steps is None or self._steps[0] != epoch:
+            self._steps = epoch, self._steps_of(epoch)
         if self._plan is None or self._plan[0] != (epoch, step):
-            ids = self._order[1][step * self.global_batch_size :][: self.global_batch_size]
-            self._plan = (epoch, step), self._planned(ids, number=self.num_microbatches)
+            self._plan = (epoch, step), self._planned(self._steps[1][step], number=self.num_microbatches)
         return self._plan[1]
 
     def _planned(self, ids: NDArray[np.int64], *, number: int | None) -> Plan:
         """The plan of one global batch in so many micro-batches of each rank, or as many as it needs."""
-        if self._num_segments is None:
+        if self._packs is None or self._options["padded"]:
             plan: Plan = balance(self.lengths[ids], num_microbatches=number, allow_empty=False, **self._options)
         else:
-            counts = self._num_segments[ids]
-            firsts = np.repeat(self._ends[ids] - counts.cumsum(), counts)
+            packs = [self._packs[position] for position in ids]
             plan = build_data_schedule(
-                self._segments[firsts + np.arange(firsts.size)],
-                num_segments=counts,
+                np.concatenate(packs),
+                num_segments=[pack.size for pack in packs],
                 cost_model=self._options["model"],
                 topology=Topology(self.num_replicas),
                 limits=Limits(self._options["max_tokens"], micro_batch_size=self._options["max_samples"]),
@@ -227,96 +216,114 @@ class BalancedBatchSampler:
             ).ranks
         return [[ids[list(batch)].tolist() for batch in batches] for batches in plan]
 
-    def _order_that_fits(self, epoch: int) -> NDArray[np.int64]:
-        """The order of an epoch: the first of a few in which every step fits in `num_microbatches`."""
-        step, order = 0, np.arange(self.lengths.size)
-        for attempt in range(MAX_ORDERS if self.shuffle else 1):
-            if self.shuffle:
-                order = np.random.default_rng([self.seed, epoch, attempt]).permutation(self.lengths.size)
-            self._plan = None  # of another order
-            for step in self._steps_in_doubt(order):
-                ids = order[step * self.global_batch_size :][: self.global_batch_size]
-                try:
-                    self._plan = (epoch, step), self._planned(ids, number=self.num_microbatches)
-                except BalanceError:
-                    break
-            else:
-                return order
-        ids = order[step * self.global_batch_size :][: self.global_batch_size]
-        required = len(self._planned(ids, number=None)[0])
-        raise BalanceError(
-            f"num_microbatches is {self.num_microbatches}, and step {step} of epoch {epoch} needs {required} on each "
-            f"rank under max_tokens {self._options['max_tokens']}: set num_microbatches to that, or raise max_tokens."
-        )
+    def _steps_of(self, epoch: int) -> list[NDArray[np.int64]]:
+        """The samples of every step of an epoch, so that each fits in `num_microbatches`."""
+        order, size = np.arange(self.lengths.size), self.global_batch_size
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        steps = [order[first : first + size] for first in range(0, self.num_steps * size, size)]
+        for step, ids in enumerate(steps):
+            if self.num_microbatches is None or self._fits(ids):
+                continue
+            full = range(max(self.lengths.size // size, 1))
+            shortest = min(full, key=lambda other: int(self.lengths[steps[other]].sum()))
+            both = np.concatenate([ids, steps[shortest]])
+            both = both[np.argsort(-self.lengths[both], kind="stable")]
+            chosen = slice(0, 2 * ids.size, 2)
+            mixed = both[chosen], np.delete(both, chosen)
+            if not self.shuffle or shortest == step or not all(map(self._fits, mixed)):
+                required = len(self._planned(ids, number=None)[0])
+                raise BalanceError(
+                    f"num_microbatches is {self.num_microbatches}, and step {step} of epoch {epoch} needs {required} "
+                    f"on each rank under max_tokens {self._options['max_tokens']}: give that many, or more tokens."
+                )
+            steps[step], steps[shortest] = mixed
+        return steps
 
-    def _steps_in_doubt(self, order: NDArray[np.int64]) -> list[int]:
-        """Steps that may not fit. Most fit in any order, by their tokens and their longest sample."""
-        if self.num_microbatches is None or not self._is_capped:
-            return []
-        starts = np.arange(self.num_steps) * self.global_batch_size
-        lengths = self.lengths[order[: self.num_steps * self.global_batch_size]]
-        num_bins = self.num_replicas * self.num_microbatches
-        # Longest first into the emptiest micro-batch ends at most this full.
-        fullest = np.add.reduceat(lengths, starts) + (num_bins - 1) * np.maximum.reduceat(lengths, starts)
-        is_sure = fullest <= num_bins * self._options["max_tokens"]
-        if self._options["padded"] or self._options["max_samples"] is not None:
-            is_sure[:] = False
-        return np.flatnonzero(~is_sure).tolist()
-
-
-class MicrobatchIterator(Iterator[list[int]]):
-    """The micro-batches of some ranks in turn, each a list of its own, with the state of where it stands."""
-
-    def __init__(self, sampler: BalancedBatchSampler, *ranks: int, epoch: int) -> None:
-        self._sampler, self._ranks, self.epoch, self._count = sampler, ranks, epoch, 0
-
-    def __next__(self) -> list[int]:
-        number, rank = divmod(self._count, len(self._ranks))
-        step, slot = divmod(number, self._sampler.num_microbatches or 1)
-        if step >= self._sampler.num_steps:
-            raise StopIteration
-        self._count += 1
-        return list(self._sampler.plan(self.epoch, step)[self._ranks[rank]][slot])
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the sampler's."""
-        return {"epoch": self.epoch, "microbatches": self._count, "digest": self._sampler.digest()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As the sampler's."""
-        if state.get("digest") != self._sampler.digest():
-            raise BalanceError(
-                "The state is of a sampler with other lengths or options: resume with those of the first run, or start "
-                "the epoch anew."
-            )
-        self.epoch, self._count = int(state["epoch"]), int(state["microbatches"])
+    def _fits(self, ids: NDArray[np.int64]) -> bool:
+        """True where a step fits in `num_microbatches` of each rank; most are sure to, and not planned to see it."""
+        cap, max_samples = self._options["max_tokens"], self._options["max_samples"]
+        lengths, num_bins = -np.sort(-self.lengths[ids]), self.num_replicas * (self.num_microbatches or 1)
+        if self._options["padded"]:
+            counts, head = (cap // lengths.clip(1)).clip(1, max_samples).tolist(), 0
+            for _ in range(num_bins):
+                head += counts[head] if head < ids.size else 0
+            return head >= ids.size
+        if max_samples is not None:  # as the planner counts both caps together
+            lengths, cap = np.maximum(lengths * max_samples, cap), cap * max_samples
+        # The longest first: a sample finds room while bins are not, on the mean, too full for it. Packs come by cost.
+        before = (lengths.cumsum() if self._packs is None else lengths.sum()) - lengths
+        if bool((before < num_bins * (cap - lengths + 1)).all()):
+            return True
+        try:
+            self._planned(ids, number=self.num_microbatches)
+        except BalanceError:
+            return False
+        return True
 
 
-class AllRanks:
-    """Every rank's micro-batches in turn, as Accelerate's `prepare` deals batches out.
+class BalancedStream(IterableDataset[list[Any]]):
+    """Yields this rank's micro-batches, lists of rows, for `DataLoader(stream, batch_size=None, collate_fn=...)`.
 
-    It has no `batch_size`, since Accelerate leaves out rounds whose batches differ in it, and no last round to fill up.
+    The next `global_batch_size` rows are kept, planned and given: order changes within a step only. Every rank reads
+    the whole stream, in the same order: do not split it by ranks. Of several workers each gives its share of the
+    micro-batches, and their order stays.
+
+    Args:
+        rows: read anew in every epoch. A last step that is not full is left out.
+        length: tokens of a row.
+        global_batch_size: rows of a step, over all ranks.
+        num_microbatches: micro-batches of each rank in a step.
+        options: `max_tokens`, `max_samples`, `model`, `padded`, `objective`, `num_replicas`, `rank`, as of
+            `BalancedBatchSampler`.
+
+    Raises:
+        BalanceError: as of the sampler; where a step does not fit, when it is read.
+
+    Example:
+        >>> stream = BalancedStream(["aaa", "b", "cc"], length=len, global_batch_size=3, num_microbatches=2)
+        >>> list(stream)
+        [['aaa'], ['b', 'cc']]
     """
 
-    drop_last = True
+    def __init__(
+        self,
+        rows: Iterable[Any],
+        *,
+        length: Callable[[Any], int],
+        global_batch_size: int,
+        num_microbatches: int,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._rows, self._length, self._count, self._start = rows, length, 0, 0
+        self._size = check_integer("global_batch_size", global_batch_size)
+        self._slots = check_integer("num_microbatches", num_microbatches)
+        self._options = {"global_batch_size": self._size, "num_microbatches": self._slots, "shuffle": False, **options}
+        sampler = BalancedBatchSampler([1] * self._size, **self._options)  # wrong options show here
+        self._options |= {"num_replicas": sampler.num_replicas, "rank": sampler.rank}  # workers are in no process group
 
-    def __init__(self, sampler: BalancedBatchSampler) -> None:
-        self.sampler = sampler
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker = get_worker_info()
+        number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        self._count, self._start = self._start, 0
+        rows, batches, num_read = iter(self._rows), list[list[Any]](), 0
+        for index in count(self._count * num_workers + number, num_workers):
+            step, slot = divmod(index, self._slots)
+            if num_read <= step:
+                skipped = (step - num_read) * self._size
+                buffer = list(islice(rows, skipped, skipped + self._size))
+                if len(buffer) < self._size:
+                    return
+                sampler = BalancedBatchSampler([self._length(row) for row in buffer], **self._options)
+                batches, num_read = [[buffer[position] for position in batch] for batch in sampler], step + 1
+            self._count += 1
+            yield batches[slot]
 
-    def __iter__(self) -> MicrobatchIterator:
-        return self.sampler.iterate(*range(self.sampler.num_replicas))
+    def state_dict(self) -> dict[str, Any]:
+        """Micro-batches given so far; of each worker its own, as StatefulDataLoader saves them."""
+        return {"microbatches": self._count}
 
-    def __len__(self) -> int:
-        return len(self.sampler) * self.sampler.num_replicas
-
-
-def ranks_of_run(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Data-parallel ranks and this one's number: those given, else those of torch.distributed, else one rank."""
-    if num_replicas is None and rank is None:
-        is_run = distributed.is_available() and distributed.is_initialized()
-        return (distributed.get_world_size(), distributed.get_rank()) if is_run else (1, 0)
-    if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
-        raise BalanceError(
-            f"rank is {rank} of num_replicas {num_replicas}: give both, rank below num_replicas, or none."
-        )
-    return check_integer("num_replicas", num_replicas), check_integer("rank", rank, minimum=0)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next `iter()` leave out so many micro-batches."""
+        self._start = check_integer("microbatches", state["microbatches"], minimum=0)

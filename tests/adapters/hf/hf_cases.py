@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset
 from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import (
@@ -23,6 +25,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -50,6 +54,18 @@ def _model() -> LlamaForCausalLM:
 def _tokenizer() -> PreTrainedTokenizerFast:
     words = models.WordLevel({f"<{number}>": number for number in range(VOCABULARY)}, unk_token="<0>")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<0>", eos_token="<0>")
+
+
+def write_model(folder: Path) -> None:
+    """A small model and its tokenizer, with a template of chats, in a folder."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, head_dim=16, **sizes, num_key_value_heads=2)).save_pretrained(
+        folder
+    )
+    tokenizer = _tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
 
 
 def alone(positions: Sequence[int]) -> tuple[float, float]:
@@ -143,16 +159,20 @@ def _own(sampler: BalancedBatchSampler, epoch: int) -> Iterator[list[int]]:
         yield from sampler.plan(epoch, step)[sampler.rank]  # type: ignore[misc]
 
 
-def accelerate() -> dict[str, Any]:
-    """This rank's micro-batches of two epochs through `prepare`, and those of its sampler."""
+def accelerate(num_workers: int) -> dict[str, Any]:
+    """This rank's micro-batches of two epochs through `prepare`, the rest of each after three, and its sampler's."""
     accelerator = Accelerator(cpu=True)
     sampler = BalancedBatchSampler(LENGTHS, global_batch_size=16, num_microbatches=2, max_tokens=1000)
-    loader = accelerator.prepare(DataLoader(range(64), batch_sampler=sampler.all_ranks(), collate_fn=list))
-    epochs = []
+    loader = DataLoader(range(64), batch_sampler=sampler.all_ranks(), collate_fn=list, num_workers=num_workers)
+    loader = accelerator.prepare(loader)
+    epochs, rests = [], []
     for epoch in range(2):
         loader.set_epoch(epoch)
         epochs.append(list(loader))
-    return {"given": epochs, "planned": [[list(slot) for slot in _own(sampler, epoch)] for epoch in range(2)]}
+        loader.set_epoch(epoch)  # listing an epoch counts it
+        rests.append(list(accelerator.skip_first_batches(loader, 3)))
+    planned = [[list(slot) for slot in _own(sampler, epoch)] for epoch in range(2)]
+    return {"given": epochs, "rests": rests, "planned": planned}
 
 
 def stateful(num_workers: int, given_before: int, epoch: int) -> dict[str, Any]:
