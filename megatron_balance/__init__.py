@@ -8,7 +8,7 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.flops import calculate_fwd_flops
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner import DataSchedule, balance, build_data_schedule
+from megatron_balance.planner import DataSchedule, Forest, balance, build_data_schedule
 from megatron_balance.topology import Limits, Topology
 from megatron_balance.version import __version__
 
@@ -16,6 +16,7 @@ __all__ = [
     "BalanceError",
     "CostModel",
     "DataSchedule",
+    "Forest",
     "Limits",
     "ModelShape",
     "Topology",

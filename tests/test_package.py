@@ -28,6 +28,7 @@ def test_public_names_exist_and_are_few() -> None:
         "BalanceError",
         "CostModel",
         "DataSchedule",
+        "Forest",
         "Limits",
         "ModelShape",
         "Topology",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_balance.planner.batch import SizedBatch, batch_of
 from megatron_balance.planner.build import balance, build_data_schedule
+from megatron_balance.planner.forest import Forest
 from megatron_balance.planner.level_packing import Batch
 from megatron_balance.planner.metrics import ScheduleMetrics, slowest_over_mean, unavoidable_waiting
 from megatron_balance.planner.objective import (
@@ -27,6 +28,7 @@ __all__ = [
     "Assignment",
     "Batch",
     "DataSchedule",
+    "Forest",
     "Images",
     "OBJECTIVES",
     "Problem",

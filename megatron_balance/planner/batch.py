@@ -1,8 +1,9 @@
 """A planning problem in integers: the costs and the room of its samples, at one context-parallel size or at every size.
 
-At one size it is the `Batch` of `level_packing.py`. With dynamic context parallelism a micro-batch stands on a node of
-a binary tree, or forest, of the `dp_size * cp_size` DP×CP ranks; the `2**level` ranks of a node share its samples. The
-cost of a sample of L tokens on each of c = 2**level ranks is, rounded up,
+At one size it is the `Batch` of `level_packing.py`; in a forest a sample costs what it adds to its micro-batch. With
+dynamic context parallelism a micro-batch stands on a node of a binary tree, or several, of the `dp_size * cp_size`
+DP×CP ranks; the `2**level` ranks of a node share its samples. The cost of a sample of L tokens on each of c = 2**level
+ranks is, rounded up,
 
     linear*L / c  +  max(attention(L) / c, cp_exchange * L * (c - 1) / c)
 
@@ -21,6 +22,7 @@ from megatron_balance.cost.model import SampleCosts, StageCosts
 from megatron_balance.cost.stages import STAGE_BITS
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import bound
+from megatron_balance.planner.forest import Forest
 from megatron_balance.planner.level_packing import Batch
 from megatron_balance.planner.objective import Waiting, makespans, waiting
 from megatron_balance.planner.problem import INT_MAX, Ints, Problem, sum_segments, sums
@@ -150,17 +152,77 @@ class SizedBatch:
         return -(-int(self.expert_cost[0].sum()) // self.dp_cp_size)
 
 
+@dataclass(frozen=True, eq=False)
+class ForestBatch:
+    """A global batch at one size whose micro-batches compute once what their samples share."""
+
+    forest: Forest
+    ends: Batch  # the path to the end of each node as if it were a sample, and one of no tokens behind them
+
+    @cached_property
+    def alone(self) -> Batch:
+        """The samples, each by itself."""
+        return self.ends.take(self.forest.node_of)
+
+    @property
+    def waiting(self) -> Waiting:
+        """Which ranks wait for one another."""
+        return self.ends.waiting
+
+    @property
+    def shift(self) -> int:
+        """Costs are in units of 2**shift of the cost model's."""
+        return self.ends.shift
+
+    def computed(self, microbatch_of: Ints) -> Batch:
+        """The samples with the cost and the tokens that each adds to those before it in its micro-batch."""
+        return _difference(self.alone, self.ends.take(self.forest.starts(microbatch_of)))
+
+    @cached_property
+    def nodes(self) -> Batch:
+        """What each node adds to its parent's path."""
+        return _difference(self.ends, self.ends.take(np.append(self.forest.parent, -1)))
+
+    def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
+        """Predicted time of the step; as `Batch.time`."""
+        return self.computed(microbatch_of).time(microbatch_of, cp_sizes)
+
+    def cost_grid(self, microbatch_of: Ints, cp_sizes: Ints) -> Ints:
+        """Cost of every micro-batch; as `Batch.cost_grid`."""
+        return self.computed(microbatch_of).cost_grid(microbatch_of, cp_sizes)
+
+    def lower_bound(self) -> int:
+        """A time that no plan can beat, however it cuts trees."""
+        return bound.min_time_of_forest(self)
+
+
+def _difference(batch: Batch, starts: Batch) -> Batch:
+    """What each entry of a batch adds to its start."""
+    return replace(
+        batch,
+        costs=batch.costs - starts.costs,
+        expert_cost=batch.expert_cost - starts.expert_cost,
+        weights=batch.weights - starts.weights,
+        kinds=tuple(map(_difference, batch.kinds, starts.kinds)),
+    )
+
+
 def first_ranks(cp_sizes: Ints) -> Ints:
     """The first rank of every rank's micro-batches, a multiple of their size, `[dp_cp_size, num_microbatches]`."""
     ranks = np.arange(len(cp_sizes))[:, None]
     return ranks - ranks % np.maximum(cp_sizes, 1)
 
 
-def batch_of(problem: Problem) -> Batch | SizedBatch:
-    """A global batch in integers: lengths, cost model, ranks and limits, at one size or at all of its topology.
+def batch_of(problem: Problem) -> Batch | SizedBatch | ForestBatch:
+    """A global batch in integers: at one size, at all sizes of its topology, or in a forest.
 
     Images take no room in a micro-batch beside the tokens that they become.
     """
+    if problem.forest is not None:
+        paths = np.append(problem.forest.ends, 0)
+        ends = batch_of(replace(problem, lengths=paths, forest=None, home_ranks=None))
+        assert isinstance(ends, Batch), "Problem.of takes no dynamic sizes with a forest"
+        return ForestBatch(problem.forest, ends)
     topology, limits, images = problem.topology, problem.limits, problem.images
     ep_dp_size, sizes = topology.ep_dp_size, np.array(topology.dynamic_cp_sizes)
     if topology.dynamic_cp and (limits.micro_batch_size is not None or limits.max_tokens_per_gpu is None):

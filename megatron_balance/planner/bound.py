@@ -20,7 +20,7 @@ import numpy as np
 from megatron_balance.planner.problem import INT_MAX, Ints, sums
 
 if TYPE_CHECKING:
-    from megatron_balance.planner.batch import SizedBatch
+    from megatron_balance.planner.batch import ForestBatch, SizedBatch
     from megatron_balance.planner.level_packing import Batch
 
 _MAX_SHARING = 4
@@ -139,3 +139,42 @@ def _is_possible(batch: SizedBatch, time: int, *, fixed: int) -> bool:
     if areas[0] + fixed > time * batch.dp_cp_size:
         return False
     return all(area <= time * (batch.dp_cp_size >> level << level) for level, area in enumerate(areas))
+
+
+def min_time_of_forest(batch: ForestBatch) -> int:
+    """A time that no plan of a forest can beat, however it cuts trees.
+
+    A micro-batch with node v holds at most `cap - end(v)` tokens below it, and in a time T a rank with v has T less the
+    path to v for the cost below it: so many copies of v there are at least, and as many as of a child. T is possible
+    only if all copies fit on the ranks; the least is found by halving. Over-long samples run alone.
+    """
+    ends, forest, over = batch.ends, batch.forest, batch.alone.oversized
+    used, alone = np.zeros(ends.num_samples, dtype=np.bool_), forest.node_of[over]
+    paths = np.delete(forest.paths, over, axis=1)
+    used[paths[paths >= 0]] = True
+    tokens, costs = np.where(used, batch.nodes.weights, 0), np.where(used, batch.nodes.costs.sum(axis=0), 0)
+    work, path_costs = costs + np.where(used, batch.nodes.expert_cost, 0), ends.costs.sum(axis=0)
+    fixed_work = int(path_costs[alone].sum() + ends.expert_cost[alone].sum())
+
+    def copies(values: Ints, room: Ints) -> Ints:
+        """Of each node, if a copy leaves so much room for what is below it."""
+        least, below = used.astype(np.int64), np.zeros_like(values)
+        for nodes in reversed(forest.levels):
+            least[nodes] = np.maximum(least[nodes], -(-below[nodes] // np.maximum(room[nodes], 1)))
+            parents = forest.parent[nodes]
+            np.maximum.at(least, parents, least[nodes])
+            np.add.at(below, parents, least[nodes] * values[nodes] + below[nodes])
+        return least
+
+    by_tokens = copies(tokens, ends.cap - ends.weights)
+    slots = over.size + -(-int(by_tokens @ tokens) // ends.cap)
+    slots = max(-(-slots // (ends.num_ranks * ends.multiple)), 1) * ends.multiple
+    largest = largest_sample(batch.alone)
+    low = max(largest, -(-(int(work.sum()) + fixed_work) // ends.num_ranks))
+    high = max(low, int(batch.alone.costs.sum() + batch.alone.expert_cost.sum()))
+    while low < high:
+        time = (low + high) // 2
+        needed = int(np.maximum(by_tokens, copies(costs, time - path_costs)) @ work) + fixed_work
+        low, high = (low, time) if needed <= time * ends.num_ranks else (time + 1, high)
+    fixed = ends.per_microbatch
+    return ends.waiting.at_least(low + slots * fixed, empty=fixed, longest=largest + fixed)

@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner.batch import SizedBatch, batch_of
+from megatron_balance.planner.batch import ForestBatch, SizedBatch, batch_of
 from megatron_balance.planner.dynamic_packing import plan_sizes
 from megatron_balance.planner.fixed_ranks import plan_on_ranks
+from megatron_balance.planner.forest import Forest
 from megatron_balance.planner.level_packing import Batch, Plan, plan_slots
 from megatron_balance.planner.locality import keep_local
 from megatron_balance.planner.partition import partition_items, plan_karmarkar_karp, plan_padded
+from megatron_balance.planner.piece_packing import plan_pieces
 from megatron_balance.planner.pipeline_packing import plan_pipeline
 from megatron_balance.planner.problem import (
     Images,
@@ -139,6 +141,7 @@ def build_data_schedule(
     image_patches: Sequence[Sequence[int]] | Images | None = None,
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
+    forest: Forest | None = None,
     move_samples: bool = True,
 ) -> DataSchedule:
     """Plans one global batch.
@@ -161,6 +164,7 @@ def build_data_schedule(
         home_ranks: `[num_samples]` data-parallel rank that loaded each sample: interchangeable ranks and slots are
             exchanged so that fewer tokens leave it, at equal costs. Sizes of their own do not use
             them.
+        forest: what samples share: a micro-batch computes the shared tokens of its samples once, for hosts that can.
         move_samples: False keeps every sample on its home rank.
 
     Returns:
@@ -185,6 +189,7 @@ def build_data_schedule(
         num_segments=num_segments,
         image_patches=image_patches,
         home_ranks=home_ranks,
+        forest=forest,
     )
     check_kind("move_samples", move_samples, bool)
     if num_microbatches is not None:
@@ -207,21 +212,26 @@ def build_data_schedule(
                 f"move_samples is False, but {split.size} groups were loaded by more than one rank: let samples "
                 "move, or leave groups out."
             )
-    if topology.dynamic_cp:
-        # These bind samples, or work on them, to one rank, but others share them by context parallelism.
+    if topology.dynamic_cp or forest is not None:
+        # These bind samples, or work on them, to one rank; a forest's micro-batch is one sequence, not cut over ranks.
+        other, shares = ("Topology.dynamic_cp", False) if forest is None else ("forest", True)
         for is_set, name, remedy in (
             (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
             (not move_samples, "move_samples=False", "let samples move"),
             (group_of is not None, "groups", "leave them out"),
             (image_patches is not None, "image_patches", "leave them out"),
-            (num_microbatches is not None, f"num_microbatches={num_microbatches}", "leave it out"),
+            (num_microbatches is not None and not shares, f"num_microbatches={num_microbatches}", "leave it out"),
+            (topology.cp_size > 1 and shares, f"Topology.cp_size={topology.cp_size}", "set it to 1"),
+            (num_segments is not None and shares, "num_segments", "leave it out"),
+            (limits.micro_batch_size is not None and shares, f"{limits}", "set max_tokens_per_gpu alone"),
         ):
             if is_set:
-                raise BalanceError(f"{name} does not go with Topology.dynamic_cp: {remedy}, or plan at one size.")
+                raise BalanceError(f"{name} does not go with {other}: {remedy}, or leave {other} out.")
     batch = batch_of(problem)
     if isinstance(batch, SizedBatch):
         plan = plan_sizes(batch)
-        microbatch_of, cp_sizes = plan.microbatch_of, plan.cp_sizes
+    elif isinstance(batch, ForestBatch):
+        plan = plan_pieces(batch, num_slots=num_microbatches)
     else:
         plan = _plan_at_one_size(
             batch,
@@ -231,7 +241,10 @@ def build_data_schedule(
             home_ranks=None if move_samples else homes,
             num_slots=num_microbatches,
         )
-        microbatch_of, cp_sizes = plan.microbatch_of, plan.cp_sizes * topology.cp_size
+    microbatch_of, cp_sizes = plan.microbatch_of, plan.cp_sizes
+    if not isinstance(batch, SizedBatch):
+        cp_sizes = cp_sizes * topology.cp_size
+        alone = batch.alone if isinstance(batch, ForestBatch) else batch
         number, fixed = cp_sizes.shape[1], cost_model.per_microbatch
         if num_microbatches not in (None, number) or number % topology.microbatch_multiple:
             raise BalanceError(
@@ -239,7 +252,7 @@ def build_data_schedule(
                 f"number must be a multiple of {topology.microbatch_multiple}. Give such a number, or raise {limits}."
             )
         if (
-            int(batch.costs.sum() + batch.expert_cost.sum()) + cp_sizes.size * (batch.per_microbatch + 1)
+            int(alone.costs.sum() + alone.expert_cost.sum()) + cp_sizes.size * (alone.per_microbatch + 1)
             >= MAX_TOTAL_COST
         ):
             raise BalanceError(
@@ -248,7 +261,7 @@ def build_data_schedule(
             )
         if homes is not None and move_samples:
             microbatch_of = keep_local(
-                batch, microbatch_of, num_microbatches=number, problem=problem, whole_ranks=group_of is not None
+                alone, microbatch_of, num_microbatches=number, problem=problem, whole_ranks=group_of is not None
             )
     return DataSchedule.from_assignment(
         problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=group_of

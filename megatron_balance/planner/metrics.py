@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import MAX_TOTAL_COST
-from megatron_balance.planner.batch import SizedBatch, batch_of
+from megatron_balance.planner.batch import ForestBatch, SizedBatch, batch_of
 from megatron_balance.planner.level_packing import Batch
 from megatron_balance.planner.objective import waiting
 from megatron_balance.planner.problem import Ints
@@ -45,6 +45,7 @@ class ScheduleMetrics:
         cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
         num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
         num_microbatches: slots of a rank; with dynamic sizes the most of a rank.
+        computed_tokens: padded tokens of all micro-batches: in a forest those that samples share count once in each.
         moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
     """
@@ -62,6 +63,7 @@ class ScheduleMetrics:
     cap_headroom: float | None
     num_over_cap: int
     num_microbatches: int
+    computed_tokens: int
     moved_tokens: int | None
     mean_cp_size: float
 
@@ -74,7 +76,9 @@ class GpuCosts(NamedTuple):
     bound: int
 
 
-def gpu_costs(batch: Batch | SizedBatch, microbatch_of: Ints, cp_sizes: Ints, *, topology: Topology) -> GpuCosts:
+def gpu_costs(
+    batch: Batch | SizedBatch | ForestBatch, microbatch_of: Ints, cp_sizes: Ints, *, topology: Topology
+) -> GpuCosts:
     """The costs of an assignment; the stages of a makespan have shared the work already."""
     grid, unit = batch.cost_grid(microbatch_of, cp_sizes), 1 << max(batch.shift, 0)
     gpus = topology.gpus_per_rank << max(-batch.shift, 0)
@@ -91,6 +95,7 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     microbatch_of, cp_sizes, padded = assignment.microbatch_of, assignment.cp_size_grid, assignment.padded_lengths
     batch = batch_of(assignment)
     grid, predicted, bound = gpu_costs(batch, microbatch_of, cp_sizes, topology=topology)
+    samples = batch.computed(microbatch_of) if isinstance(batch, ForestBatch) else batch
     step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
     # With sizes of their own the cap is a rank's, else that of all context-parallel ranks together.
     held, cap = assignment.microbatch_tokens(), limits.max_tokens_per_microbatch(topology)
@@ -109,13 +114,14 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
         pipeline_imbalance=(
             step_imbalance
             if topology.pp_size == 1
-            else _pipeline_imbalance(microbatch_of, cp_sizes, batch=batch, topology=topology)
+            else _pipeline_imbalance(microbatch_of, cp_sizes, batch=samples, topology=topology)
         ),
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
         cap_headroom=None if cap is None else 1 - peak / cap,
         num_over_cap=int(assignment.is_over_cap().sum()),
         num_microbatches=cp_sizes.shape[1],
+        computed_tokens=int(assignment.computed_lengths.sum()),
         moved_tokens=assignment.moved_tokens(microbatch_of // cp_sizes.shape[1]) if knows_homes else None,
         mean_cp_size=(
             int((original * sizes).sum()) / max(int(original.sum()), 1)

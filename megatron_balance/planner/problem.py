@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.objective import Ints, resolve_objective
 from megatron_balance.topology import Limits, Topology
+
+if TYPE_CHECKING:
+    from megatron_balance.planner.forest import Forest
 
 INT_MAX = int(np.iinfo(np.int64).max)
 
@@ -114,6 +117,7 @@ class Problem:
     segment_lengths: Ints | None = None
     images: Images | None = None
     home_ranks: Ints | None = None
+    forest: Forest | None = None
 
     @classmethod
     def of(
@@ -127,6 +131,7 @@ class Problem:
         num_segments: Sequence[int] | NDArray[Any] | None = None,
         image_patches: Sequence[Sequence[int]] | Images | None = None,
         home_ranks: Sequence[int] | NDArray[Any] | None = None,
+        forest: Forest | None = None,
     ) -> Problem:
         """The arguments of `build_data_schedule` that other functions share; a BalanceError names a wrong one."""
         check_kind("cost_model", cost_model, CostModel)
@@ -150,6 +155,8 @@ class Problem:
         if homes is not None and int(homes.max(initial=0)) >= topology.dp_size:
             index = int(homes.argmax())
             raise BalanceError(f"home_ranks[{index}] is {homes[index]}: it must be below dp_size {topology.dp_size}.")
+        if forest is not None and not np.array_equal(forest.lengths, original):
+            raise BalanceError("forest has other lengths than lengths: make it of these samples, in their order.")
         return cls(
             lengths=original,
             cost_model=cost_model,
@@ -160,6 +167,7 @@ class Problem:
             segment_lengths=None if counts is None else segments,
             images=None if image_patches is None else Images.of(image_patches, num_samples=original.size),
             home_ranks=homes,
+            forest=forest,
         )
 
     @property

@@ -14,6 +14,7 @@ has as many neighbouring ranks as its size says.
                     samples than `Limits.micro_batch_size`
     no empty slot   at one size an empty micro-batch, run as a masked dummy, exists only where there are fewer samples
                     than slots: over all ranks, or on that rank where samples or groups are bound to ranks
+                    A forest may leave one empty: shared tokens leave less work.
     home            where samples may not move, every one is on its home rank
     groups          where groups are kept on a rank, every one is on one rank
     honest costs    cost_grid and predicted_cost follow from the assignment, and lower_bound is not above
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.planner.batch import SizedBatch, batch_of, first_ranks
+from megatron_balance.planner.batch import ForestBatch, SizedBatch, batch_of, first_ranks
 from megatron_balance.planner.level_packing import Batch
 from megatron_balance.planner.metrics import ScheduleMetrics, gpu_costs, plan_metrics
 from megatron_balance.planner.objective import resolve_objective
@@ -95,9 +96,17 @@ class Assignment(Problem):
         """`[num_samples]` padded tokens, at the size that each sample runs at."""
         return self.padded(self.cp_size_grid.reshape(-1)[self.microbatch_of])
 
+    @cached_property
+    def computed_lengths(self) -> Ints:
+        """`[num_samples]` padded tokens; in a forest those that a sample adds to its micro-batch."""
+        if self.forest is None:
+            return self.padded_lengths
+        ends = self.topology.padded_seq_len(np.append(self.forest.ends, 0))
+        return ends[self.forest.node_of] - ends[self.forest.starts(self.microbatch_of)]
+
     def microbatch_tokens(self) -> Ints:
         """`[num_ranks * num_microbatches]` padded tokens, 0 on the further ranks of a micro-batch."""
-        return sums(self.padded_lengths, self.microbatch_of, self.cp_size_grid.size)
+        return sums(self.computed_lengths, self.microbatch_of, self.cp_size_grid.size)
 
     def is_over_cap(self) -> NDArray[np.bool_]:
         """`[num_ranks * num_microbatches]` True where several samples are over the cap, of tokens or of samples."""
@@ -134,6 +143,7 @@ class DataSchedule(Assignment):
         segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
         images: those of the samples, or None where there are none.
         home_ranks: `[num_samples]` data-parallel rank that loaded each sample, or None where it is not known.
+        forest: what samples share, or None where each is computed by itself.
         move_samples: True if samples may leave their home rank.
         groups: `[num_samples]` group of each sample, from 0, where groups are kept on a rank; else None.
         topology: the ranks.
@@ -166,7 +176,7 @@ class DataSchedule(Assignment):
         cp_sizes: Ints,
         *,
         algorithm: str,
-        batch: Batch | SizedBatch | None = None,
+        batch: Batch | SizedBatch | ForestBatch | None = None,
         move_samples: bool = True,
         groups: Ints | None = None,
     ) -> DataSchedule:
@@ -333,7 +343,9 @@ def _check_bonds(schedule: DataSchedule) -> None:
     if schedule.topology.dynamic_cp:
         return
     counts, num_microbatches = schedule.slot_counts(), schedule.num_microbatches
-    if schedule.move_samples and schedule.groups is None:
+    if schedule.forest is not None:
+        full = True  # shared tokens leave less work than micro-batches
+    elif schedule.move_samples and schedule.groups is None:
         full = schedule.lengths.size < counts.size or bool((counts > 0).all())
     else:
         of_ranks = counts.reshape(-1, num_microbatches)

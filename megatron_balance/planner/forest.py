@@ -1,0 +1,161 @@
+"""Samples that begin with the same tokens: a forest whose paths are samples.
+
+A node of the forest is a run of tokens, a sample the path from a root to its node. A micro-batch computes every node on
+the paths of its samples once. In depth-first order a sample adds what it does not share with the nearest sample before
+it, so that a plan is judged by neighbours alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.planner.problem import INT_MAX, Ints, as_integers, number_groups
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Runs of tokens that samples share, each after its parent's.
+
+    Attributes:
+        node_tokens: `[num_nodes]` tokens of each node.
+        parent: `[num_nodes]` the node that each follows, of a lower index; -1 for a root.
+        node_of: `[num_samples]` the last node of each sample.
+
+    Examples:
+        >>> forest = Forest.from_prompts([7, 5, 4], prompt_tokens=[3, 3, 0], groups=["a", "a", "b"])
+        >>> forest.lengths.tolist(), int(forest.node_tokens.sum())
+        ([7, 5, 4], 13)
+    """
+
+    node_tokens: Ints
+    parent: Ints
+    node_of: Ints
+
+    @classmethod
+    def from_nodes(cls, node_tokens: Any, parent: Any, node_of: Any) -> Forest:
+        """A forest of checked arrays; a BalanceError names the wrong entry."""
+        tokens, last = as_integers(node_tokens, name="node_tokens"), as_integers(node_of, name="node_of")
+        before = as_integers(np.asarray(parent) + 1, name="parent + 1") - 1
+        wrong = np.flatnonzero(before >= np.arange(before.size))
+        if before.size != tokens.size or wrong.size:
+            raise BalanceError(
+                f"parent has {before.size} entries for {tokens.size} nodes"
+                + (f", and parent[{wrong[0]}] is {before[wrong[0]]}" if wrong.size else "")
+                + ": give one for each node, below its own index, or -1."
+            )
+        if int(last.max(initial=-1)) >= tokens.size:
+            raise BalanceError(f"node_of[{last.argmax()}] is {last.max()}: it must be below {tokens.size} nodes.")
+        return cls(tokens, before, last)
+
+    @classmethod
+    def from_prompts(
+        cls,
+        lengths: Sequence[int] | NDArray[Any],
+        *,
+        prompt_tokens: Sequence[int] | NDArray[Any],
+        groups: Sequence[Hashable] | NDArray[Any],
+    ) -> Forest:
+        """The samples of a group begin with the same prompt.
+
+        Args:
+            lengths: `[num_samples]` tokens, the prompt's included.
+            prompt_tokens: `[num_samples]` tokens that a sample shares; of a group the least counts.
+            groups: `[num_samples]` id of the group of each sample, any number or string.
+
+        Raises:
+            BalanceError: names the argument that is wrong.
+        """
+        total, prompts = as_integers(lengths, name="lengths"), as_integers(prompt_tokens, name="prompt_tokens")
+        group_of = number_groups(groups)
+        for name, values in (("prompt_tokens", prompts), ("groups", group_of)):
+            if values.size != total.size:
+                raise BalanceError(f"{name} has {values.size} entries: it must have one for each of {total.size}.")
+        shared = np.full(int(group_of.max(initial=-1)) + 1, INT_MAX)
+        np.minimum.at(shared, group_of, np.minimum(prompts, total))
+        parent = np.concatenate([np.full(shared.size, -1), group_of])
+        tokens = np.concatenate([shared, total - shared[group_of]])
+        return cls(tokens, parent, shared.size + np.arange(total.size))
+
+    @cached_property
+    def paths(self) -> Ints:
+        """`[depth, num_samples]` the nodes of each sample, a root first; -1 behind its last."""
+        climbed = [self.node_of]
+        while (climbed[-1] >= 0).any():
+            climbed.append(np.where(climbed[-1] < 0, -1, self.parent[climbed[-1]]))
+        upward = np.stack(climbed[:-1] or climbed)
+        depth = (upward >= 0).sum(axis=0)
+        row = depth - 1 - np.arange(len(upward))[:, None]
+        return np.where(row < 0, -1, np.take_along_axis(upward, row.clip(0), axis=0))
+
+    @cached_property
+    def ends(self) -> Ints:
+        """`[num_nodes]` tokens from the start of a sample to the end of each node."""
+        ends = np.zeros(self.node_tokens.size + 1, dtype=np.int64)
+        for nodes in self.levels:
+            ends[nodes] = ends[self.parent[nodes]] + self.node_tokens[nodes]
+        return ends[:-1]
+
+    @cached_property
+    def levels(self) -> list[Ints]:
+        """The nodes of each depth that samples have, roots first."""
+        return [np.unique(nodes[nodes >= 0]) for nodes in self.paths]
+
+    @property
+    def lengths(self) -> Ints:
+        """`[num_samples]` tokens of each sample."""
+        return self.ends[self.node_of]
+
+    @cached_property
+    def order(self) -> Ints:
+        """Samples depth first, so that those that share tokens are neighbours; of siblings the longest first."""
+        total = np.zeros(self.node_tokens.size, dtype=np.int64)
+        for nodes in self.paths:
+            np.add.at(total, nodes[nodes >= 0], self.lengths[nodes >= 0])
+        rank = np.empty(total.size + 1, dtype=np.int64)
+        rank[np.argsort(-total, kind="stable")] = np.arange(total.size)
+        rank[-1] = -1  # a sample that ends where others go on comes first
+        return np.lexsort(rank[self.paths][::-1])
+
+    @cached_property
+    def branches(self) -> Ints:
+        """`[num_samples]` the last node that each sample of `order` shares with the one before it, or -1."""
+        paths = self.paths[:, self.order]
+        same = np.logical_and.accumulate((paths[:, 1:] == paths[:, :-1]) & (paths[:, 1:] >= 0), axis=0).sum(axis=0)
+        nodes = np.take_along_axis(paths[:, 1:], (same - 1).clip(0)[None], axis=0)[0]
+        return np.concatenate([np.full(min(1, paths.shape[1]), -1), np.where(same > 0, nodes, -1)])
+
+    @cached_property
+    def shared(self) -> Ints:
+        """`[num_samples]` tokens that the sample at each position of `order` shares with the one before it."""
+        return np.where(self.branches < 0, 0, self.ends[self.branches])
+
+    def starts(self, microbatch_of: Ints) -> Ints:
+        """`[num_samples]` the node where each sample leaves the one before it in its micro-batch, -1 where none is."""
+        place = microbatch_of[self.order]
+        position = np.argsort(place, kind="stable")
+        follows = place[position[1:]] == place[position[:-1]]
+        first, last = position[:-1][follows] + 1, position[1:][follows] + 1
+        # What two samples share is the least that neighbours share between them.
+        level = np.frexp((last - first).astype(np.float64))[1] - 1  # the largest power of two that is not above
+        left, right = self._least[level, first], self._least[level, last - (1 << level)]
+        least = np.where(self.shared[left] <= self.shared[right], left, right)
+        starts = np.full(place.size, -1)
+        starts[self.order[last - 1]] = self.branches[least]
+        return starts
+
+    @cached_property
+    def _least(self) -> Ints:
+        """`[level, position]`: where the least of `shared` stands in the `2**level` positions from each on."""
+        table = [np.arange(self.shared.size)]
+        while 2 ** len(table) <= self.shared.size:
+            left = table[-1]
+            right = left[np.minimum(np.arange(left.size) + 2 ** (len(table) - 1), left.size - 1)]
+            table.append(np.where(self.shared[left] <= self.shared[right], left, right))
+        return np.stack(table)
