@@ -30,6 +30,7 @@ BENCHMARKS = {
     "hosts": "benchmarks.hosts.command",
     "soak": "benchmarks.soak.command",
     "adapters": "benchmarks.adapters.command",
+    "loaders": "benchmarks.loaders",
 }
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.dynamic_cp.dev_scheduler import Rows
 from benchmarks.dynamic_cp.setups import OBJECTIVES, DynamicSetup, cost_model
-from benchmarks.planner.measure import median_timing, timed
+from benchmarks.planner.measure import timed
 from megatron_balance import build_data_schedule
 from megatron_balance.planner import DataSchedule, SizedBatch, batch_of
 
@@ -120,6 +120,6 @@ def measure_time(
             for _ in range(5)
         ]
         over_bound = schedule.predicted_cost / schedule.lower_bound
-        times.append(PlanningTime(setup.name, objective, median_timing(timings).cpu_ms, over_bound))
+        times.append(PlanningTime(setup.name, objective, statistics.median(timings), over_bound))
         announce(f"{setup.name}, {objective}: {times[-1].cpu_ms:.0f} ms")
     return times

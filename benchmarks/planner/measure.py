@@ -27,14 +27,6 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Time of one call."""
-
-    wall_ms: float
-    cpu_ms: float
-
-
-@dataclass(frozen=True)
 class Row:
     """One way of planning on one setup."""
 
@@ -47,33 +39,24 @@ class Row:
     max_over_bound: float | None = None
     num_over_cap: int | None = None
     num_microbatches: int | None = None
-    plan_wall_ms: float | None = None
     plan_cpu_ms: float | None = None
 
 
-def timed(function: Callable[[], _Result]) -> tuple[_Result, Timing]:
-    """Calls a function once. Returns its result and its time.
+def timed(function: Callable[[], _Result]) -> tuple[_Result, float]:
+    """Calls a function once. Returns its result and its CPU milliseconds.
 
     What earlier calls left to collect is collected first, so that nobody pays for another's garbage.
     """
     gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = function()
-    return result, Timing((time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3)
-
-
-def median_timing(timings: list[Timing]) -> Timing:
-    """Medians of both clocks."""
-    return Timing(
-        statistics.median(timing.wall_ms for timing in timings), statistics.median(timing.cpu_ms for timing in timings)
-    )
+    start = time.process_time()
+    return function(), (time.process_time() - start) * 1e3
 
 
 def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]]) -> Row:
     """Plans every batch and judges the plans by the setup's cost model and objective."""
     baseline = BASELINES[planner]
 
-    def plan(batch: NDArray[np.int64]) -> tuple[Ranks, Timing]:
+    def plan(batch: NDArray[np.int64]) -> tuple[Ranks, float]:
         return timed(lambda: baseline(batch, setup))
 
     try:
@@ -87,19 +70,19 @@ def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]])
     gc.freeze()
 
     judged: list[ScheduleMetrics] = []
-    timings: list[Timing] = []
+    times: list[float] = []
     errors: list[str] = []
     for batch in batches:
         try:
-            ranks, timing = plan(batch)
+            ranks, cpu_ms = plan(batch)
         except (ValueError, RuntimeError, AssertionError) as error:
             errors.append(type(error).__name__)
             continue
-        if timing.cpu_ms < REPEATED_BELOW_SECONDS * 1e3:
-            timing = median_timing([timing, plan(batch)[1], plan(batch)[1]])
-        timings.append(timing)
+        if cpu_ms < REPEATED_BELOW_SECONDS * 1e3:
+            cpu_ms = statistics.median([cpu_ms, plan(batch)[1], plan(batch)[1]])
+        times.append(cpu_ms)
         judged.append(_judged(ranks, batch=batch, setup=setup))
-        if sum(spent.wall_ms for spent in timings) > SLOWEST_ROW_SECONDS * 1e3:
+        if sum(times) > SLOWEST_ROW_SECONDS * 1e3:
             break
 
     notes = [f"{name} on {errors.count(name)} of {len(batches)}" for name in sorted(set(errors))]
@@ -108,7 +91,6 @@ def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]])
     if not judged:
         return Row(setup.name, planner, "; ".join(notes), num_failed=len(errors))
     ratios = [metrics.over_bound for metrics in judged]
-    median = median_timing(timings)
     return Row(
         setup.name,
         planner,
@@ -119,8 +101,7 @@ def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]])
         max_over_bound=max(ratios),
         num_over_cap=sum(metrics.num_over_cap for metrics in judged),
         num_microbatches=sum(metrics.num_microbatches for metrics in judged) * setup.topology.dp_size,
-        plan_wall_ms=median.wall_ms,
-        plan_cpu_ms=median.cpu_ms,
+        plan_cpu_ms=statistics.median(times),
     )
 
 

@@ -46,9 +46,9 @@ def measure_plans(sizes: Sequence[int], *, folder: Path | None) -> Iterator[Plan
         )
         arguments = _arguments(setup, folder=folder)
         build_data_schedule(**arguments)  # caches that a run fills once
-        plan, timing = timed(lambda arguments=arguments: build_data_schedule(**arguments))
+        plan, cpu_ms = timed(lambda arguments=arguments: build_data_schedule(**arguments))
         plan.check()
-        yield PlanTime(dp_size, ep_size, pp_size, timing.cpu_ms, plan.predicted_cost / plan.lower_bound)
+        yield PlanTime(dp_size, ep_size, pp_size, cpu_ms, plan.predicted_cost / plan.lower_bound)
 
 
 def _arguments(setup: Setup, *, folder: Path | None) -> dict[str, Any]:
