@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarks.adapters.trained import step_of
 from megatron_balance.adapters.areal import balance_batch
@@ -46,11 +46,9 @@ def lengths_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
     return [batch["attention_mask"].sum(1).tolist() for batch in batches]
 
 
-def planner_split(cost_model: CostModel, *, equal_count: bool = True) -> Split:
+def adapters(**options: Any) -> Split:
     """`balance_batch` with these options."""
-    return lambda batches, dp_size: lengths_of(
-        balance_batch(batches, dp_size, cost_model=cost_model, equal_count=equal_count)
-    )
+    return lambda batches, dp_size: lengths_of(balance_batch(batches, dp_size, **options))
 
 
 def areals(name: str) -> Split:
@@ -69,16 +67,11 @@ def areals(name: str) -> Split:
     return split
 
 
-def coefficients_of_variation(
-    split: Split, *, dp_size: int, cost_model: CostModel, num_seeds: int
-) -> NDArray[np.float64]:
-    """`[num_seeds]` of the ranks' costs."""
-    ratios: list[float] = []
-    for seed in range(num_seeds):
-        batches = draw_batches(seed, dp_size=dp_size)
-        costs = np.array([sum(map(cost_model, rows)) for rows in split(batches, dp_size)], dtype=float)
-        ratios.append(float(costs.std() / costs.mean()))
-    return np.array(ratios)
+def mean_variation(split: Split, *, dp_size: int, cost_model: CostModel, num_seeds: int) -> float:
+    """Of the ranks' costs: standard deviation over mean, mean over seeds."""
+    batches = [split(draw_batches(seed, dp_size=dp_size), dp_size) for seed in range(num_seeds)]
+    costs = np.array([[sum(map(cost_model, rows)) for rows in ranks] for ranks in batches], dtype=float)
+    return float((costs.std(axis=1) / costs.mean(axis=1)).mean())
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -88,14 +81,14 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         "as loaded": lambda batches, _: lengths_of(batches),
         "AReaL's controller (greedy)": areals("greedy"),
         "AReaL's kk": areals("kk"),
-        "adapter": planner_split(tokens),
-        "adapter, any number of sequences": planner_split(tokens, equal_count=False),
-        "adapter by FLOPs": planner_split(flops),
+        "adapter": adapters(),
+        "adapter, any number of sequences": adapters(equal_count=False),
+        "adapter by FLOPs": adapters(cost_model=flops),
     }
     return {
         name: [
             *(
-                float(coefficients_of_variation(split, dp_size=dp_size, cost_model=cost, num_seeds=args.seeds).mean())
+                mean_variation(split, dp_size=dp_size, cost_model=cost, num_seeds=args.seeds)
                 for cost in (tokens, flops)
                 for dp_size in DP_SIZES
             ),
