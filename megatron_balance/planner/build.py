@@ -142,6 +142,7 @@ def build_data_schedule(
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
     forest: Forest | None = None,
+    together: Sequence[Hashable] | NDArray[Any] | None = None,
     move_samples: bool = True,
 ) -> DataSchedule:
     """Plans one global batch.
@@ -165,6 +166,8 @@ def build_data_schedule(
             exchanged so that fewer tokens leave it, at equal costs. Sizes of their own do not use
             them.
         forest: what samples share: a micro-batch computes the shared tokens of its samples once, for hosts that can.
+        together: `[num_samples]` id of what a sample belongs to, any number or string: samples of one id run in one
+            micro-batch, as the pairs of a preference or reward model must. Their first sample's home is theirs.
         move_samples: False keeps every sample on its home rank.
 
     Returns:
@@ -191,6 +194,20 @@ def build_data_schedule(
         home_ranks=home_ranks,
         forest=forest,
     )
+    if together is not None:
+        for is_set, name in (
+            (num_segments is not None, "num_segments"),
+            (image_patches is not None, "image_patches"),
+            (groups is not None, "groups"),
+            (forest is not None, "forest"),
+            (not move_samples, "move_samples=False"),
+            (limits.micro_batch_size is not None, f"{limits}"),
+        ):
+            if is_set:
+                raise BalanceError(f"{name} does not go with together: leave one of them out.")
+        return _plan_together(
+            problem, number_groups(together, name="together"), algorithm=algorithm, num_microbatches=num_microbatches
+        )
     check_kind("move_samples", move_samples, bool)
     if num_microbatches is not None:
         num_microbatches = check_integer("num_microbatches", num_microbatches)
@@ -265,6 +282,34 @@ def build_data_schedule(
             )
     return DataSchedule.from_assignment(
         problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=group_of
+    )
+
+
+def _plan_together(problem: Problem, set_of: Ints, *, algorithm: str, num_microbatches: int | None) -> DataSchedule:
+    """The plan of sets, each as if it were a sample of several segments."""
+    if set_of.size != problem.lengths.size:
+        raise BalanceError(f"together has {set_of.size} ids: it must have one for each of {problem.lengths.size}.")
+    order, first = np.argsort(set_of, kind="stable"), np.unique(set_of, return_index=True)[1]
+    schedule = build_data_schedule(
+        problem.lengths[order],
+        cost_model=problem.cost_model,
+        topology=problem.topology,
+        limits=problem.limits,
+        objective=problem.objective,
+        algorithm=algorithm,
+        num_microbatches=num_microbatches,
+        num_segments=np.bincount(set_of),
+        home_ranks=None if problem.home_ranks is None else problem.home_ranks[first],
+    )
+    sizes = np.bincount(set_of)
+    for index in schedule.oversized:
+        if sizes[index] > 1:
+            raise BalanceError(
+                f"the {sizes[index]} samples that belong together with sample {first[index]} have "
+                f"{schedule.lengths[index]} tokens: raise {problem.limits}, or leave together out."
+            )
+    return DataSchedule.from_assignment(
+        problem, schedule.microbatch_of[set_of], schedule.cp_size_grid, algorithm=schedule.algorithm
     )
 
 

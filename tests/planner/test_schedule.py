@@ -5,6 +5,7 @@ Karmarkar-Karp for micro-batches and for ranks is R35, under the cap; groups tha
 
 from dataclasses import replace
 from itertools import chain, combinations, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -333,3 +334,27 @@ def test_a_sample_without_segments_is_placed_and_over_long_is_a_matter_of_the_su
     assert plan([5, 6], num_segments=[0, 2, 0, 0]).lengths.tolist() == [0, 11, 0, 0]
     assert plan([], num_segments=[0, 0]).ranks == (((0,),), ((1,),))
     assert plan([60, 60, 30, 30], num_segments=[2, 1, 1]).oversized == (0,)
+
+
+@pytest.mark.parametrize("topology", [Topology(4), Topology(2, cp_size=2, dynamic_cp=True), Topology(4, pp_size=2)])
+def test_samples_that_belong_together_share_a_micro_batch(topology: Topology) -> None:
+    lengths = np.random.default_rng(0).integers(16, 900, 64)
+    arguments = {"cost_model": CostModel.tokens(), "topology": topology, "limits": Limits(2048)}
+    pairs, homes = [f"pair {index // 2}" for index in range(64)], np.arange(64) % topology.dp_size
+    schedule = build_data_schedule(lengths, together=pairs, home_ranks=homes, **arguments).check()
+    assert schedule.microbatch_of[::2].tolist() == schedule.microbatch_of[1::2].tolist()
+    assert schedule.predicted_cost <= 1.1 * build_data_schedule(lengths, **arguments).predicted_cost
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"limits": Limits(8)}, "the 2 samples that belong together with sample 0 have 12 tokens"),
+        ({"groups": [0, 0, 1]}, "groups does not go with together"),
+        ({"together": [0, 0]}, "together has 2 ids"),
+    ],
+)
+def test_what_cannot_stay_together_is_named(arguments: dict[str, Any], message: str) -> None:
+    defaults = {"cost_model": CostModel.tokens(), "topology": Topology(2), "limits": Limits(16), "together": [0, 0, 1]}
+    with pytest.raises(BalanceError, match=message):
+        build_data_schedule([7, 5, 4], **{**defaults, **arguments})
