@@ -108,13 +108,13 @@ Switch = Callable[[Any, dist.ProcessGroup], AbstractContextManager[None]]
 
 _ABSORBED = "transformer.experimental_attention_variant.absorbed_mla:AbsorbedMLASelfAttention"
 
-LATENT_SELF_ATTENTION = (
+_LATENT_SELF_ATTENTION = (
     ("transformer.multi_latent_attention:MLASelfAttention", "multi_latent_attention"),
     (_ABSORBED, ":dsa"),
 )
 """Classes below `megatron.core` that make latent queries and keys, and the options that need a hook there."""
 
-SWITCHES: tuple[tuple[str, Switch, str], ...] = (
+_SWITCHES: tuple[tuple[str, Switch, str], ...] = (
     ("transformer.attention:Attention", attention, ""),
     ("transformer.multi_latent_attention:MultiLatentAttention", latent_attention, "multi_latent_attention"),
     (_ABSORBED, latent_attention, ":dsa"),
@@ -167,7 +167,7 @@ HOOKS = (
             needed=f"balance_dynamic_cp {needed}".strip(),
             first="0.19",
         )
-        for module, switch, needed in SWITCHES
+        for module, switch, needed in _SWITCHES
     ),
     *(
         Hook(
@@ -179,7 +179,7 @@ HOOKS = (
             needed=f"balance_dynamic_cp {needed}",
             first="0.19",
         )
-        for module, needed in LATENT_SELF_ATTENTION
+        for module, needed in _LATENT_SELF_ATTENTION
     ),
     Hook(
         target="megatron.core.ssm.mamba_mixer:MambaMixer.forward",
