@@ -38,7 +38,7 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, num_slots: int | None = None) 
                 rank, slot = np.divmod(filled(slots, number), number)
                 group, column = np.divmod(rank, batch.sync_size)
                 starts.append(((group * number + slot) * batch.sync_size + column, number))
-        microbatch_of[order], number = search_makespan(batch, [starts], fixed_ranks=True)
+        microbatch_of[order], number = search_makespan(batch, starts, fixed_ranks=True)
         return Plan(microbatch_of, np.ones((batch.num_ranks, number), dtype=np.int64))
     best: tuple[int, Ints, Ints] | None = None
     tries_without_gain = max_tried = 0

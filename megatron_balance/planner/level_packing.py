@@ -10,7 +10,7 @@ one bin of each of its ranks, and lasts as long as the most loaded bin. A step l
     4. Longest first: the least loaded group, there the bin furthest below its target that has room (`assign_lpt`).
     5. No bin stays empty where there are samples (`fill_empty_bins`); like loads share a slot (`_align_loads`).
     6. Groups above the mean get lower targets, at most three times (`equalize`).
-    7. Small batches: moves and swaps that relieve the slowest group, until none helps (`local_search.py`).
+    7. Small batches: moves and swaps that relieve the slowest group (`local_search.py`).
     8. Try the next number of slots, until two do not help or the plan is near the bound (`bound.py`).
     9. Where several groups share expert work, search how much of it dominated slots may hold (`_search_expert_cap`).
     10. Order the slots (`order_slots`).
@@ -29,7 +29,7 @@ import numpy as np
 
 from megatron_balance.planner import bound
 from megatron_balance.planner.list_scheduling import assign_lpt, fill_capped, fill_empty_bins
-from megatron_balance.planner.local_search import equalize_phases, improve
+from megatron_balance.planner.local_search import LocalSearch
 from megatron_balance.planner.objective import Waiting, organ_pipe_order
 from megatron_balance.planner.problem import INT_MAX, Ints, sums
 
@@ -41,6 +41,9 @@ CORRECTIONS = 3
 
 _CAP_TRIALS = 4
 """Caps of expert work in dominated slots that are tried."""
+
+_ROUNDS = 200
+"""Rounds of the local search."""
 
 _SEARCHED = 1024
 """Samples of a batch up to which pairs are compared; larger batches gain less than 0.01 %."""
@@ -234,12 +237,13 @@ def _pack(batch: Batch, num_slots: int) -> _Packing:
 
 def _searched(batch: Batch, packing: _Packing) -> _Packing:
     """The packing after the local search, if that is faster; a larger batch is searched only where the cap is tight."""
-    bin_of, number = packing.bin_of, packing.num_slots
+    number = packing.num_slots
     is_tight = batch.sync_size == 1 and batch.num_samples <= 4 * _SEARCHED
-    if len(batch.costs) > 1:
-        bin_of = equalize_phases(batch, bin_of)
-    elif batch.num_samples <= _SEARCHED or (is_tight and not _is_near_bound(batch, packing.time, number)):
-        bin_of = _align_loads(batch, improve(batch, bin_of, number, goal=batch.min_work), number)
+    if batch.num_samples > _SEARCHED and (not is_tight or _is_near_bound(batch, packing.time, number)):
+        return packing
+    search = LocalSearch(batch, packing.bin_of, number)
+    search.improve(_ROUNDS)
+    bin_of = _align_loads(batch, search.bin_of, number) if len(batch.costs) == 1 else search.bin_of
     time = int(batch.slot_times(bin_of, number).sum(axis=1).max())
     return replace(packing, bin_of=bin_of, time=time) if time < packing.time else packing
 

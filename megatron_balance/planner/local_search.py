@@ -1,143 +1,164 @@
-"""Local search on a packing: the best move or swap that relieves the slowest sync group, until none helps.
+"""Local search on a packing: exchanges that relieve the slowest sync group, judged by the exact time of groups.
 
-A move is a swap with a ghost: every bin offers one, which costs and weighs nothing. Each round compares all pairs at
-once, and the search ends where no pair helps or where it has compared enough of them, so that the end does not depend
-on the speed of the machine. No bin gets heavier than the cap, none is emptied, and the slowest group never gets slower.
+A round takes the slowest group and draws pairs: one of its samples, and a sample or a ghost of any bin, every second
+one of the same group. Every bin offers a ghost, which costs and weighs nothing: an exchange with it is a move. The best
+exchange is made if all groups end before the slowest does now; with pipeline stages also if they end as late, which
+leads out of dead ends. No bin gets heavier than the cap, and none is emptied. Pairs are drawn by a counter, so that
+every rank draws the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_balance.planner.problem import INT_MAX, Ints, sums
+from megatron_balance.planner.objective import makespans
+from megatron_balance.planner.problem import Ints, sums
 
 if TYPE_CHECKING:
     from megatron_balance.planner.level_packing import Batch
 
-_MAX_PAIRS = 1_000_000
-"""Pairs that one search compares at most."""
+_PAIRS = 96
+"""Exchanges that a round judges at most, of twice as many that it draws."""
 
-_PARTNERS = 16
-"""Groups, or bins of a single slot, that samples are exchanged with: those with least work."""
+_NEAR = 2**14
+"""A plan that is within so small a part of what no plan beats is not improved."""
 
+_DRAWS = 2
+"""Times that a pair of the slowest group is drawn, on average, before the search ends without a gain."""
 
-def equalize_phases(batch: Batch, bin_of: Ints) -> Ints:
-    """Searches every slot by itself: it lasts as long as its longest encoder phase and its longest language phase."""
-    bin_of, slot_of = bin_of.copy(), bin_of // batch.sync_size
-    single = replace(batch, num_ranks=batch.sync_size, ep_dp_size=1)
-    order = np.argsort(slot_of, kind="stable")
-    for ids in np.split(order, np.flatnonzero(np.diff(slot_of[order])) + 1):
-        first = bin_of[ids] // batch.sync_size * batch.sync_size
-        bin_of[ids] = first + improve(single.take(ids), bin_of[ids] - first, 1)
-    return bin_of
+_USUAL_PASSES = 64
+"""Passes of a stage from which on a search has fewer rounds: effort is time."""
+
+_SLOT_TURN = 4
+"""Every so many rounds exchanges of slots are tried first."""
 
 
-def improve(batch: Batch, bin_of: Ints, num_slots: int, *, goal: int = 0) -> Ints:
-    """Lowers the time of the slowest group, down to `goal`. `bin_of`: `(group * slots + slot) * sync_size + column`.
+class LocalSearch:
+    """Samples in bins, `(group * num_slots + slot) * sync_size + column`, and the exact time of every sync group."""
 
-    Slots add up; expert work counts where the whole slot shares it.
-    """
-    (phases, n), width, groups = batch.costs.shape, batch.sync_size, batch.num_groups
-    num_bins = batch.num_ranks * num_slots
-    cost = np.concatenate([batch.costs, np.zeros((phases, num_bins), dtype=np.int64)], axis=1)
-    weight = np.concatenate([batch.weights, np.zeros(num_bins, dtype=np.int64)])
-    expert = np.zeros(n + num_bins, dtype=np.int64)
-    if batch.ep_dp_size == width:
-        expert[:n] = batch.expert_cost
-    elif width == 1:  # ranks of an expert group even out what they share as if it were local
-        cost[0, :n] += batch.expert_cost
-    bins: Ints = np.concatenate([bin_of, np.arange(num_bins)])
-    load: Ints = np.stack([sums(phase, bin_of, num_bins) for phase in cost[:, :n]])
-    room = batch.cap - sums(batch.weights, bin_of, num_bins)
-    count = np.bincount(bin_of, minlength=num_bins)
-    num_pairs = 0
-    while n:
-        if phases == 1 and width > 1:  # bins of each group stand by descending cost, cut into slots
-            old = np.argsort(-load[0].reshape(groups, -1), axis=1, kind="stable")
-            old = (old + np.arange(groups)[:, None] * (num_slots * width)).reshape(-1)
-            new = np.argsort(old)
-            bins, load, room, count = new[bins], load[:, old], room[old], count[old]
-        cells = load.reshape(phases, -1, width)
-        top = np.argsort(-cells, axis=2, kind="stable")[:, :, :3]
-        high = np.take_along_axis(cells, top, axis=2)
-        # Times are in units of 1/width of a cost, so that shared costs stay whole.
-        slot_times = width * high[:, :, 0].sum(axis=0) + sums(expert, bins // width, groups * num_slots)
-        times = slot_times.reshape(groups, num_slots).sum(axis=1)
-        slowest = int(times.argmax())
-        its_slots = np.arange(slowest * num_slots, (slowest + 1) * num_slots)
-        is_longest = np.zeros(num_bins, dtype=np.bool_)
-        is_longest[(top[:, its_slots, 0] + its_slots * width).reshape(-1)] = True
-        movable = room[bins] >= 0
-        items = np.flatnonzero(is_longest[bins[:n]] & movable[:n])
-        partners = np.flatnonzero(_partner_bins(load, times, slowest=slowest, width=width)[bins] & movable)
-        num_pairs += items.size * partners.size
-        if not items.size or num_pairs > _MAX_PAIRS or times[slowest] <= width * goal:
-            break
-        source, target = bins[items][:, None], bins[partners][None]
-        extra = weight[items][:, None] - weight[partners]
-        allowed = (source != target) & (extra <= room[target]) & (-extra <= room[source])
-        allowed &= (partners < n) | (count[source] > 1)
-        from_slot, to_slot = source // width, target // width
-        same = from_slot == to_slot
-        lowered, raised = (np.zeros(extra.shape, dtype=np.int64) for _ in range(2))
-        for phase in range(phases):
-            difference = cost[phase, items][:, None] - cost[phase, partners]
-            if phases == 1:
-                allowed &= difference > 0
-            smaller, larger = load[phase][source] - difference, load[phase][target] + difference
-            peak = _highest_without(high[phase], top[phase], from_slot, source % width)
-            joint = np.maximum(smaller, larger)
-            if same.any():
-                joint = np.maximum(
-                    joint, _highest_without(high[phase], top[phase], from_slot, source % width, target % width)
-                )
-            lowered += high[phase][from_slot, 0] - np.where(same, joint, np.maximum(smaller, peak))
-            peak = _highest_without(high[phase], top[phase], to_slot, target % width)
-            raised += np.maximum(larger, peak) - high[phase][to_slot, 0]
-        raised[same] = 0
-        work = expert[items][:, None] - expert[partners]
-        group = to_slot // num_slots
-        after = times[slowest] - width * lowered + np.where(group == slowest, width * raised, -work)
-        after = np.where(group == slowest, after, np.maximum(after, times[group] + width * raised + work))
-        after[~allowed] = INT_MAX
-        best = int(after.argmin())
-        if after.flat[best] >= times[slowest]:
-            break
-        item, partner = items[best // partners.size], partners[best % partners.size]
-        for index, sign in ((bins[item], -1), (bins[partner], 1)):
-            load[:, index] += sign * (cost[:, item] - cost[:, partner])
-            room[index] -= sign * (weight[item] - weight[partner])
-            count[index] += sign * int(partner >= n)
-        bins[item], ghost = bins[partner], bins[item]
-        if partner < n:
-            bins[partner] = ghost
-    return bins[:n]
+    def __init__(self, batch: Batch, bin_of: Ints, num_slots: int, *, fixed_ranks: bool = False) -> None:
+        """`fixed_ranks`: samples stay on their ranks."""
+        self.batch, self.num_slots, self._fixed_ranks, self._counter = batch, num_slots, fixed_ranks, 0
+        kinds, num_bins = batch.kinds or (batch,), batch.num_ranks * num_slots
+        # Costs by kind of chunk, or by phase, of which the last has the work of experts.
+        local = np.concatenate([kind.costs for kind in kinds])
+        expert, self._per_microbatch = np.zeros_like(local), np.zeros((len(local), 1, 1), dtype=np.int64)
+        last = slice(len(batch.costs) - 1, None, len(batch.costs))
+        # Single ranks of an expert group even out what they share as if it were local.
+        (expert if batch.sync_size > 1 else local)[last] += [kind.expert_cost for kind in kinds]
+        self._per_microbatch[last, 0, 0] = [kind.per_microbatch for kind in kinds]
+        samples = np.concatenate([local, expert, batch.weights[None], np.ones((1, bin_of.size), dtype=np.int64)])
+        self._samples = np.concatenate([samples, np.zeros((len(samples), num_bins), dtype=np.int64)], axis=1)
+        self._bins: Ints = np.concatenate([bin_of, np.arange(num_bins)])  # of samples, and of each bin's ghost
+        self._totals: Ints = np.stack([sums(values, bin_of, num_bins) for values in samples])
+        self._place = np.tile(np.arange(num_slots), batch.num_groups)  # of each slot in the order of execution
+        times = self._slot_times(self._totals[:-2].reshape(len(samples) - 2, 1, -1, batch.sync_size))
+        self._times = times.reshape(-1, batch.num_groups, num_slots).swapaxes(0, 1).copy()
+        self._ends = makespans(self._times, batch.waiting.pipeline)
 
+    @property
+    def time(self) -> int:
+        """Of the slowest group."""
+        return int(self._ends.max())
 
-def _partner_bins(load: Ints, times: Ints, *, slowest: int, width: int) -> NDArray[np.bool_]:
-    """`[num_bins]` bins that samples are exchanged with: those of the groups, or the bins, with least work."""
-    groups, num_bins = times.size, load.shape[1]
-    chosen = np.ones((groups, num_bins // groups), dtype=np.bool_)
-    if groups > _PARTNERS:
-        chosen[np.argsort(times, kind="stable")[_PARTNERS:]] = False
-        chosen[slowest] = True
-    elif num_bins == width > _PARTNERS:
-        chosen[0] = False
-        chosen[0, np.argsort(load, axis=1, kind="stable")[:, :_PARTNERS]] = True
-    return chosen.reshape(-1)
+    @property
+    def bin_of(self) -> Ints:
+        """The bin of each sample, slots in the order of execution."""
+        slot, column = np.divmod(self._bins[: self.batch.num_samples], self.batch.sync_size)
+        return (slot // self.num_slots * self.num_slots + self._place[slot]) * self.batch.sync_size + column
 
+    def improve(self, rounds: int) -> None:
+        """Relieves the slowest group, so many times; fewer where a simulation takes long, or where no pair helps."""
+        batch, best, last_gain = self.batch, self.time, 0
+        num_passes = 2 * self.num_slots * batch.waiting.pipeline.num_chunks
+        least = batch.min_time(self.num_slots)
+        patience = _DRAWS * (batch.num_samples // batch.num_groups * self._bins.size // _PAIRS + 1)
+        for turn in range(min(rounds, rounds * _USUAL_PASSES // num_passes + 1)):
+            group = int(self._ends.argmax())
+            if self._ends[group] < best:
+                best, last_gain = self._ends[group], turn
+            elif turn - last_gain > patience or best <= least + least // _NEAR:
+                break
+            if turn % _SLOT_TURN == 0 and batch.waiting.is_makespan and self.num_slots > 1:
+                self._exchange_slots(group)
+            self._exchange_samples(group)
 
-def _highest_without(high: Ints, top: Ints, slot: Ints, column: Ints, second: Ints | None = None) -> Ints:
-    """Load of a slot without one or two of its bins. `high`, `top`: `[slots, 3]` its highest bins, and which."""
-    peak = np.zeros(np.broadcast_shapes(slot.shape, column.shape), dtype=np.int64)
-    for index in reversed(range(high.shape[1])):
-        candidate = top[slot, index]
-        skipped = candidate == column
-        if second is not None:
-            skipped = skipped | (candidate == second)
-        peak = np.where(skipped, peak, high[slot, index])
-    return peak
+    def _draw(self) -> Ints:
+        """`[2, 2 * _PAIRS]` numbers below 2**31: splitmix64 of a counter (G. L. Steele et al., 2014)."""
+        self._counter += 4 * _PAIRS
+        state = np.arange(self._counter - 4 * _PAIRS, self._counter, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((state ^ (state >> np.uint64(31))) >> np.uint64(33)).astype(np.int64).reshape(2, -1)
+
+    def _slot_times(self, totals: Ints) -> Ints:
+        """`[num_kinds, ...]` time of slots whose bins hold `[2 * num_kinds, ..., sync_size]` costs and expert costs."""
+        ep_dp_size, (loads, experts) = self.batch.ep_dp_size, np.split(totals, 2)
+        if 1 < ep_dp_size <= self.batch.sync_size:
+            shared = experts.reshape(*experts.shape[:-1], -1, ep_dp_size).sum(axis=-1)
+            loads = loads + (-(-shared // ep_dp_size)).repeat(ep_dp_size, axis=-1)
+        return loads.max(axis=-1) + self._per_microbatch
+
+    def _exchange_slots(self, group: int) -> None:
+        first, second = self._draw()[:, :_PAIRS] % self.num_slots
+        pairs, times = np.arange(_PAIRS), np.tile(self._times[group], (_PAIRS, 1, 1))
+        times[pairs, :, first], times[pairs, :, second] = times[pairs, :, second], times[pairs, :, first]
+        ends = makespans(times, self.batch.waiting.pipeline)
+        best = int(ends.argmin())
+        if ends[best] < self._ends[group]:
+            self._times[group], self._ends[group] = times[best], ends[best]
+            place = self._place.reshape(-1, self.num_slots)[group]
+            slots = np.argsort(place)[[first[best], second[best]]]
+            place[slots] = place[slots[::-1]]
+
+    def _exchange_samples(self, group: int) -> None:
+        batch, width, n = self.batch, self.batch.sync_size, self.batch.num_samples
+        first_bin, num_bins = group * self.num_slots * width, self.num_slots * width
+        members = np.flatnonzero((self._bins[:n] >= first_bin) & (self._bins[:n] < first_bin + num_bins))
+        if not members.size:
+            return
+        item, draw = self._draw()
+        item, index = members[item % members.size], draw % (members.size + num_bins)
+        mate = np.where(index < members.size, members[index % members.size], n + first_bin + index - members.size)
+        anywhere = (np.arange(item.size) % 2 == 1) & (not self._fixed_ranks)
+        partner = np.where(anywhere, draw % self._bins.size, mate)
+        origin, target = self._bins[item], self._bins[partner]
+        change = self._samples[:, item] - self._samples[:, partner]
+        allowed = (origin != target) & (self._totals[-1, origin] > change[-1])
+        weight = self._totals[-2]
+        allowed &= (weight[target] + change[-2] <= batch.cap) & (weight[origin] - change[-2] <= batch.cap)
+        if self._fixed_ranks:
+            allowed &= origin % width == target % width
+        pairs = np.flatnonzero(allowed)[:_PAIRS]
+        if not pairs.size:
+            return
+        item, partner, origin, target, change = (
+            values[..., pairs] for values in (item, partner, origin, target, change)
+        )
+        slots = np.stack([origin, target]) // width
+        bins = slots[..., None] * width + np.arange(width)
+        totals = self._totals[:-2, bins]
+        added = (bins == target[:, None]).astype(np.int64) - (bins == origin[:, None])
+        after = self._slot_times(totals + change[:-2, None, :, None] * added)
+        groups, place, pairs = slots // self.num_slots, self._place[slots], np.arange(pairs.size)
+        times = self._times[groups]
+        for side in range(2):
+            times[side, pairs, :, place[side]] = after[:, side].T
+        same = np.flatnonzero(groups[0] == groups[1])
+        times[0, same, :, place[1, same]] = after[:, 1, same].T
+        times[1, same] = times[0, same]
+        foreign = np.flatnonzero(groups[1] != group)
+        ends = makespans(np.concatenate([times[0], times[1, foreign]]), batch.waiting.pipeline)
+        both = np.tile(ends[: pairs.size], (2, 1))
+        both[1, foreign] = ends[pairs.size :]
+        best = int(both.max(axis=0).argmin())
+        if both[:, best].max() >= self._ends[group] + batch.waiting.is_makespan:
+            return
+        self._bins[item[best]] = target[best]
+        if partner[best] < n:
+            self._bins[partner[best]] = origin[best]
+        self._totals[:, origin[best]] -= change[:, best]
+        self._totals[:, target[best]] += change[:, best]
+        self._times[groups[:, best]], self._ends[groups[:, best]] = times[:, best], both[:, best]

@@ -125,7 +125,7 @@ def makespans(costs: Ints, pipeline: Pipeline, *, peers: PeerWait | None = None)
     num_candidates, num_kinds, num_microbatches = costs.shape
     num_parts = 3 * pipeline.num_stages * pipeline.num_chunks
     if pipeline.num_stages == 1:
-        return costs[:, 0].sum(axis=1)
+        return costs.sum(axis=(1, 2))
     # Times are whole in units of 1/num_parts of a cost; costs too large for that lose their last bits, upwards.
     largest = num_parts * int(costs.max(initial=0)) * num_microbatches
     shift = max(0, largest.bit_length() - 62)
