@@ -108,6 +108,23 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
         assert stock["tokens_per_second_per_gpu"] == pytest.approx(4096 / expected / num_gpus)
 
 
+def test_the_scripts_split_of_layers_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [write_lengths(tmp_path, *[1024] * 4), *batch_of(4, 1, 1024), "--device", "500", "--model", "Qwen3-8B"]
+    arguments += ["--pp-size", 4]
+    even = figures_of(tmp_path, *arguments)["policies"]["stock"]["seconds_per_step"]
+    flags = ["--json", tmp_path / "split", "--", "--decoder-last-pipeline-num-layers", 6]
+    assert compare(*arguments, *flags) == 0
+    shorter = next(
+        line["seconds_per_step"]
+        for line in map(json.loads, (tmp_path / "split").read_text().splitlines())
+        if line.get("name") == "stock"
+    )
+    assert shorter < 0.95 * even
+    for flags in (["--decoder-last-pipeline-num-layers", 5], ["--num-layers-per-virtual-pipeline-stage", 3]):
+        assert compare(*arguments, "--", *flags) == 2
+        assert flags[0] in capsys.readouterr().err
+
+
 def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file: Path) -> None:
     file = write_lengths(tmp_path, 1000, 1000)
     arguments = [file, *batch_of(2, 1, 2048)]

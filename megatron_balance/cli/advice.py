@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cli.data import recorded_batches
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
 from megatron_balance.cli.terminal import progress
@@ -102,7 +101,7 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
     except BalanceError as error:
         yield f"Other caps and context-parallel sizes are not compared: {error}"
         return
-    costs = CompareCosts("seconds.json", comparison.costs.model, None, record, cap, fitted=calibration)
+    costs = replace(comparison.costs, cost="seconds.json", device=None, max_tokens_per_gpu=cap, fitted=calibration)
     comparison, recorded = replace(comparison, costs=costs), [step for step in record.steps if step.lengths.size]
     recorded = recorded[: max(SETTING_SAMPLES // recorded[0].lengths.size, 1)]
     policy = Policy("as it ran", "as it ran", record.info.cost_model, dynamic_cp=run.dynamic_cp)

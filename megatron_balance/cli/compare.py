@@ -18,7 +18,7 @@ import numpy as np
 from megatron_balance.cli.advice import advise_settings, recommend
 from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cli.data import MAX_SAMPLES, ranks_and_cap, read_batches
-from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
+from megatron_balance.cli.policies import Comparison, Policy, PolicyResult, parsed_flags
 from megatron_balance.cli.terminal import (
     STANDARD_OUTPUT,
     count,
@@ -129,7 +129,8 @@ def _compare(args: argparse.Namespace) -> bytes:
     """Compare and print; the result is what --json writes."""
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = ranks_and_cap(args, record=record)
-    costs = CompareCosts(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0)
+    options = parsed_flags(args.script_flags, balance="")
+    costs = CompareCosts(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0, options)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
     batches = read_batches(args, record=record, topology=topology, limits=limits)

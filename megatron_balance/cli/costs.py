@@ -8,10 +8,12 @@ communication are not included. Sparse attention is counted by the pack, as in t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,15 @@ from megatron_balance.report.figures import TimeScale
 from megatron_balance.topology import Topology
 
 _RECEIVED = ("cp_exchange", "cp_all_to_all", "cp_all_gather")
+_LAYOUT_OPTIONS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
 GPUS_PER_NODE = 8  # assumed: a run on at most as many is on one node
 
 
@@ -49,6 +60,7 @@ class CompareCosts:
     device: str | None
     record: RunRecord | None
     max_tokens_per_gpu: int  # of a full pack
+    script_options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the training script
     fitted: Calibration | None = None  # seconds in place of those of a file
 
     @cached_property
@@ -135,11 +147,25 @@ class CompareCosts:
         is_shared = name == "flops" and not topology.dynamic_cp
         return cost_model.summed_over_cp(topology.cp_size) if is_shared else cost_model
 
+    @property
+    def _layout_flags(self) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if self.script_options.get(name)]
+
     def _layout(self, topology: Topology) -> PipelineLayout | None:
-        """As many layers on every pipeline stage, and the output layer on the last one."""
-        if self.shape is None or topology.pp_size == 1:
+        """The split of layers by the script's flags, else as many on every stage; the last has the output layer."""
+        shape, stages = self.shape, topology.pp_size
+        if shape is None or stages == 1:
             return None
-        return PipelineLayout.even_split(self.shape.num_layers, pp_size=topology.pp_size, vpp_size=topology.vpp_size)
+        if not self._layout_flags:
+            return PipelineLayout.even_split(shape.num_layers, pp_size=stages, vpp_size=topology.vpp_size)
+        options = {"num_virtual_stages_per_pipeline_rank": topology.vpp_size, **self.script_options}
+        layout = PipelineLayout.from_options({**options, "pipeline_model_parallel_size": stages}, shape=shape)
+        if layout is None or len(layout.num_layers) != stages * topology.vpp_size or _LAYOUT_OPTIONS[-1] in options:
+            raise BalanceError(
+                f"after --: {', '.join(self._layout_flags)}: compare needs a split of {shape.num_layers} layers into "
+                f"{stages} stages of {topology.vpp_size} chunks: correct or drop them."
+            )
+        return layout
 
     def split_advice(self, topology: Topology, lengths: NDArray[np.int64]) -> str:
         """A sentence on another split of the layers; empty where none would pay, or costs are not FLOPs."""
@@ -152,7 +178,7 @@ class CompareCosts:
             shape=shape,
             lengths=lengths,
         )
-        return advice and f"with as many layers on every stage {advice}"
+        return advice and f"with {'the' if self._layout_flags else 'an even'} split of layers {advice}"
 
     def judging(self, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
         """The cost model that judges plans on these ranks, with what context-parallel ranks receive."""

@@ -132,7 +132,7 @@ class Comparison:
             "calculate_per_token_loss": True,
         }
         fields = {} if shape is None else vars(shape)  # they have the names of Megatron's options
-        return {**fields, **sizes, **self.data_options, **_parsed(self.script_flags, balance=policy.flags)}
+        return {**fields, **sizes, **self.data_options, **parsed_flags(self.script_flags, balance=policy.flags)}
 
     def command(self, policy: Policy) -> str:
         """The command that trains under a policy."""
@@ -184,7 +184,7 @@ class Comparison:
         return PolicyResult(judged, self.costs.scale(topology), policy=policy, info=info)
 
 
-def _parsed(flags: Sequence[str], *, balance: str) -> dict[str, Any]:
+def parsed_flags(flags: Sequence[str], *, balance: str) -> dict[str, Any]:
     """Options by the names under which argparse stores them, of a training script's flags and of balance flags.
 
     Megatron's parser is not needed: a flag without a value is true, and so one that begins with `--no-` is false.
