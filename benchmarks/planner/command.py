@@ -24,7 +24,7 @@ from benchmarks.planner.setups import (
     lengths_folder,
     lengths_said,
 )
-from benchmarks.publish import Measured, published, table
+from benchmarks.publish import Measured, table
 
 TITLE = "Planner"
 
@@ -32,7 +32,6 @@ TITLE = "Planner"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
-    parser.add_argument("--only", choices=BASELINES, help="measure this way again; the others stay as published")
     add_length_options(parser)
 
 
@@ -44,7 +43,7 @@ def measure(args: argparse.Namespace) -> Measured:
     for setup in setups:
         batches = list(global_batches(setup, lengths_folder=folder))
         _announce(f"{setup.name}: {len(batches)} batches of {setup.global_batch_size} samples")
-        for planner in [args.only] if args.only else BASELINES:
+        for planner in BASELINES:
             row = asdict(measure_row(planner, setup=setup, batches=batches))
             _announce(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
             rows.append(row)
@@ -54,10 +53,6 @@ def measure(args: argparse.Namespace) -> Measured:
         "setups": {setup.name: _described(setup) for setup in setups},
         "plans": _plans(rows),
     }
-    if args.only:
-        known = published("planner")
-        others = known.get("others", f"{known['made']['revision']} on {known['made']['device']}")
-        figures |= {"wheels": known["wheels"], "plans": known["plans"] | figures["plans"], "others": others}
     return Measured(figures, raw=rows)
 
 
@@ -100,7 +95,6 @@ def section(figures: Mapping[str, Any]) -> str:
     wheels = ", ".join(f"{name} {version}" for name, version in figures["wheels"].items() if version)
     described = "\n".join(f"- {name}: {text}" for name, text in setups.items())
     columns = " | ".join(["planner", *setups])
-    others = f" Other ways than the one measured are of revision {figures['others']}." if "others" in figures else ""
     return f"""Time of a plan over a lower bound that no plan can beat, by the model's FLOPs: mean over batches; 1
 is best.
 {figures["lengths"].capitalize()}; samples longer than a micro-batch are left out. Ways of other systems are written
@@ -108,7 +102,7 @@ from their description, on this package's first fit and Karmarkar-Karp, which ar
 functions* runs the wheel's code ({wheels or "not installed"}). *Over cap*: micro-batches of two samples or more that
 exceed the cap, of all, in
 the setup with most. The second figure is CPU milliseconds to plan a batch, median; of other systems all ranks one
-after another.{others}
+after another.
 
 {described}
 

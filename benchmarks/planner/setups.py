@@ -74,7 +74,7 @@ class Setup:
 
     def flops(self, lengths: NDArray[np.int64]) -> list[int]:
         """FLOPs of each sample, scaled to integers."""
-        return self.flops_model.sample_costs(self.topology.padded_seq_len(lengths)).costs.tolist()
+        return self.flops_model.sample_costs(self.topology.padded_seq_len(lengths)).costs[0].tolist()
 
 
 SETUPS = tuple(

@@ -6,6 +6,7 @@ The learning rate is 0: every step has the weights of the first, so that its los
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,16 @@ def train(kind: str, *, stop: int = 0, options: dict[str, Any], settings: dict[s
 def _own(sampler: BalancedBatchSampler, epoch: int) -> Iterator[list[int]]:
     for step in range(sampler.num_steps):
         yield from sampler.plan(epoch, step)[sampler.rank]  # type: ignore[misc]
+
+
+def warned() -> list[str]:
+    """What is said of a Trainer whose model's forward takes no keywords for its loss."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = _trainer("flattened", folder)
+        trainer.model_accepts_loss_kwargs = False
+        balance_trainer(trainer)
+    return [str(warning.message) for warning in caught]
 
 
 def accelerate(num_workers: int) -> dict[str, Any]:

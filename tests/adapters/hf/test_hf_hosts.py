@@ -79,6 +79,11 @@ def test_settings_under_which_losses_depend_on_micro_batches_are_refused(options
         train("flattened", options=options, **settings)
 
 
+def test_a_model_that_averages_means_of_micro_batches_is_warned_of():
+    [messages] = run_ranks(1, "hf_cases:warned")
+    assert any("forward takes no **kwargs" in message for message in messages)
+
+
 def test_the_script_of_the_page_trains_on_two_ranks(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "loaders.md").read_text()
     (script,) = re.findall(r"```python no-run\n(# sft\.py\n.*?)```", page, flags=re.DOTALL)
