@@ -59,7 +59,6 @@ def balance(
     num_microbatches: int | None = None,
     allow_empty: bool = True,
     padded: bool = False,
-    kinds: Sequence[Hashable] | NDArray[Any] | None = None,
 ) -> list[list[list[int]]]:
     """Gives samples to data-parallel ranks and micro-batches of at most `max_tokens`, so that all ranks end together.
 
@@ -74,8 +73,6 @@ def balance(
         num_microbatches: micro-batches of each rank, where the host fixes it (gradient accumulation).
         allow_empty: False refuses a plan with an empty micro-batch: there is one only where samples are too few.
         padded: the host pads a micro-batch to its longest sample: it holds, and costs, its samples times that.
-        kinds: `[num_samples]` kind of each sample, any number or string: the micro-batches that ranks run at the same
-            time hold one kind, as FSDP needs where modules differ (text, images). Each kind is planned by itself.
 
     Returns:
         `[num_ranks][num_microbatches]` lists of sample indices; every rank has as many micro-batches.
@@ -96,30 +93,17 @@ def balance(
         raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
     if objective not in ("step", "microbatch"):
         raise BalanceError(f"objective is {objective!r}: it must be step or microbatch.")
-    if kinds is not None and num_microbatches is not None:
-        raise BalanceError(
-            f"num_microbatches is {num_microbatches} with kinds, each of which has its own: leave it out."
-        )
     cost_model = CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens()
     limits = Limits(max_tokens, micro_batch_size=max_samples)
     tokens = as_integers(lengths, name="lengths")
-    kind_of = np.zeros_like(tokens) if kinds is None else number_groups(kinds, name="kinds")
-    if kind_of.size != tokens.size:
-        raise BalanceError(f"kinds has {kind_of.size} entries: it must have one for each of {tokens.size} samples.")
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     arguments: dict[str, Any] = {"cost_model": cost_model, "topology": Topology(num_ranks), "limits": limits}
-    for kind in range(int(kind_of.max(initial=0)) + 1):
-        ids = np.flatnonzero(kind_of == kind)
-        if padded:
-            batch = batch_of(Problem.of(tokens[ids], objective=objective, **arguments))
-            assert isinstance(batch, Batch)
-            plan = plan_padded(batch, max_tokens=max_tokens, max_samples=max_samples, num_slots=num_microbatches)
-        else:
-            plan = build_data_schedule(
-                tokens[ids], objective=objective, num_microbatches=num_microbatches, **arguments
-            ).ranks
-        for rank, slots in zip(ranks, plan, strict=True):
-            rank += [ids[list(slot)].tolist() for slot in slots]
+    if padded:
+        batch = batch_of(Problem.of(tokens, objective=objective, **arguments))
+        assert isinstance(batch, Batch)
+        ranks = plan_padded(batch, max_tokens=max_tokens, max_samples=max_samples, num_slots=num_microbatches)
+    else:
+        plan = build_data_schedule(tokens, objective=objective, num_microbatches=num_microbatches, **arguments)
+        ranks = [[list(slot) for slot in slots] for slots in plan.ranks]
     if not allow_empty and not all(slot for slots in ranks for slot in slots):
         raise BalanceError(
             f"allow_empty is False: {tokens.size} samples are too few for {len(ranks[0])} micro-batches on each of "

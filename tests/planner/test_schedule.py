@@ -233,21 +233,16 @@ def test_the_host_may_fix_the_number_of_micro_batches(options):
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=24),
     max_samples=st.sampled_from([None, 1, 3]),
-    kinds=st.booleans(),
 )
-def test_padded_micro_batches_keep_both_caps_and_even_cost(objective, lengths, max_samples, kinds):
+def test_padded_micro_batches_keep_both_caps_and_even_cost(objective, lengths, max_samples):
     options = {"num_ranks": 2, "max_tokens": 60, "max_samples": max_samples, "objective": objective, "padded": True}
-    kind_of = [index % 2 if kinds else 0 for index in range(len(lengths))]
-    ranks = balance(lengths, kinds=kind_of, **options)
+    ranks = balance(lengths, **options)
     assert sorted(chain.from_iterable(chain.from_iterable(ranks))) == list(range(len(lengths)))
     for ids in chain.from_iterable(ranks):
         assert len(ids) <= (max_samples or 60)
         assert len(ids) * max((lengths[sample] for sample in ids), default=0) <= 60
-    for slot in zip(*ranks, strict=True):
-        assert len({kind_of[sample] for sample in chain.from_iterable(slot)}) <= 1
-    if not kinds:
-        with pytest.raises(BalanceError, match=r"num_microbatches is|are too few"):
-            balance(lengths, num_microbatches=len(lengths) // 2 + 1, allow_empty=False, **options)
+    with pytest.raises(BalanceError, match=r"num_microbatches is|are too few"):
+        balance(lengths, num_microbatches=len(lengths) // 2 + 1, allow_empty=False, **options)
 
 
 def test_padded_micro_batches_are_filled_beyond_the_tokens_of_their_samples():
