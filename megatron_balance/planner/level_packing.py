@@ -39,8 +39,8 @@ GOOD_ENOUGH = 1024
 CORRECTIONS = 3
 """Times that targets are corrected."""
 
-_CAP_TRIALS = 4
-"""Caps of expert work in dominated slots that are tried."""
+_CAP_PARTS = 5
+"""Caps of expert work in dominated slots are tried in so many parts of what a packing loses."""
 
 _ROUNDS = 200
 """Rounds of the local search."""
@@ -182,8 +182,6 @@ class _Packing:
     bin_of: Ints
     num_slots: int
     time: int  # of the step
-    mean_work: int  # of a group
-    expert_cap: int  # what dominated slots were filled to
 
 
 def plan_slots(batch: Batch, *, num_slots: int | None = None) -> Plan:
@@ -249,24 +247,14 @@ def _searched(batch: Batch, packing: _Packing) -> _Packing:
 
 
 def _search_expert_cap(batch: Batch, best: _Packing) -> _Packing:
-    """The best packing with other caps of expert work: the best cap is the time at which groups end on average."""
-    if not 1 < batch.num_groups < batch.num_ranks:
+    """The best packing with other caps of expert work, between the least work and the time of the slowest group."""
+    low, high = batch.min_work, best.time - best.num_slots * batch.per_microbatch
+    if not 1 < batch.num_groups < batch.num_ranks or high - low <= low >> 8:
         return best
-    low, high = best.expert_cap, best.time - best.num_slots * batch.per_microbatch
-    for _ in range(_CAP_TRIALS):
-        if high - low <= low >> 8:
-            break
-        middle = (low + high) // 2
-        packing = equalize(batch, best.num_slots, slope=0, expert_cap=middle)
-        if packing is not None:
-            packing = _searched(batch, packing)
-            if packing.time < best.time:
-                best = packing
-        if packing is None or packing.mean_work > middle:
-            low = middle
-        else:
-            high = middle
-    return best
+    caps = (low + (high - low) * part // _CAP_PARTS for part in range(1, _CAP_PARTS))
+    packings = [equalize(batch, best.num_slots, slope=0, expert_cap=cap) for cap in caps]
+    searched = (_searched(batch, packing) for packing in packings if packing is not None)
+    return min([best, *searched], key=lambda packing: packing.time)
 
 
 def equalize(batch: Batch, num_slots: int, *, slope: int, expert_cap: int) -> _Packing | None:
@@ -285,12 +273,10 @@ def equalize(batch: Batch, num_slots: int, *, slope: int, expert_cap: int) -> _P
         bin_of = fixed.copy()
         bin_of[free] = bins[index]
         bin_of = _align_loads(batch, fill_empty_bins(bin_of, batch.num_ranks * num_slots), num_slots)
-        slot_times = batch.slot_times(bin_of, num_slots)
-        times = slot_times.sum(axis=1)
+        times = batch.slot_times(bin_of, num_slots).sum(axis=1)
         mean, longest = int(times.sum()) // times.size, int(times.max())
         if best is None or longest < best.time:
-            mean_work = int(slot_times.sum()) // batch.num_groups - num_slots * batch.per_microbatch
-            best = _Packing(bin_of, num_slots, time=longest, mean_work=mean_work, expert_cap=expert_cap)
+            best = _Packing(bin_of, num_slots, longest)
         if longest == mean or mean >= best.time:
             break
         correction += times - mean
