@@ -27,7 +27,8 @@ def plan_on_ranks(batch: Batch, rank_of: Ints, *, num_slots: int | None = None) 
     fewest = -(-largest // (batch.cap * batch.multiple)) * batch.multiple
 
     def filled(slots: Ints, number: int) -> Ints:
-        return ranks * number + _fill_empty_slots(slots, ranks, counts, number)
+        parts = [fill_empty_bins(part, number) for part in np.split(slots, np.cumsum(counts)[:-1])]
+        return ranks * number + np.concatenate(parts)
 
     microbatch_of = np.empty_like(order)
     if batch.waiting.is_makespan:
@@ -90,13 +91,3 @@ def _assign_on_ranks(batch: Batch, ranks: Ints, targets: Ints) -> Ints | None:
             single = over & (slots >= 0)
             room[ranks[single], slots[single]] = -1
     return None if (slots < 0).any() else slots
-
-
-def _fill_empty_slots(slots: Ints, ranks: Ints, counts: Ints, num_slots: int) -> Ints:
-    """A rank's cheapest samples that share a slot move to its empty slots. Samples come as in `_rounds`."""
-    slots, ends = slots.copy(), np.cumsum(counts)
-    sizes = np.bincount(ranks * num_slots + slots, minlength=counts.size * num_slots).reshape(-1, num_slots)
-    for rank in np.flatnonzero((sizes == 0).any(axis=1) & (counts > 0)).tolist():
-        block = slice(ends[rank] - counts[rank], ends[rank])
-        slots[block] = fill_empty_bins(slots[block], num_slots)
-    return slots

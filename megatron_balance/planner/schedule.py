@@ -197,12 +197,9 @@ class DataSchedule(Assignment):
 
     def __str__(self) -> str:
         (num_ranks, number), bound = self.cp_size_grid.shape, max(self.lower_bound, 1)
-        ranks = "DP×CP rank" if self.topology.dynamic_cp else "rank"
-        counts = [
-            f"{count} {noun}{'s' * (count != 1)}" for count, noun in ((num_ranks, ranks), (number, "micro-batch"))
-        ]
-        counts[1] = counts[1].replace("batchs", "batches")
-        return f"{' × '.join(counts)}, {max(self.predicted_cost, 1) / bound:.3f} × bound"
+        ranks = ("DP×CP rank" if self.topology.dynamic_cp else "rank") + "s" * (num_ranks != 1)
+        microbatches = "micro-batch" + "es" * (number != 1)
+        return f"{num_ranks} {ranks} × {number} {microbatches}, {max(self.predicted_cost, 1) / bound:.3f} × bound"
 
     def __repr__(self) -> str:
         return f"<DataSchedule of {self.lengths.size} samples: {self}>"
