@@ -84,7 +84,7 @@ def _plan(setup: Setup, batch: NDArray[np.int64], cost: CostModel, algorithm: st
 
 def _over_bound(setup: Setup, batch: NDArray[np.int64], plan: DataSchedule) -> float:
     """Of the ranks' FLOPs, waiting as the setup's ranks do."""
-    costs = setup.cost_model.sample_costs(setup.topology.padded_seq_len(batch)).costs
+    costs = setup.cost_model.sample_costs(setup.topology.padded_seq_len(batch)).costs[0]
     grid = np.array([[costs[list(slot)].sum() for slot in slots] for slots in plan.ranks], dtype=np.float64)
     step = grid.max(axis=0).sum() if setup.objective == "microbatch" else grid.sum(axis=1).max()
     return float(step / (costs.sum() / len(grid)))
