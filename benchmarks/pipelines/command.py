@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pipelines.annealing import anneal, longest_first
 from benchmarks.planner.setups import add_length_options, draw_lengths, lengths_folder, lengths_said
-from benchmarks.publish import Measured, table
+from benchmarks.publish import Measured, published, table
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.planner import Batch, Problem, batch_of
 from megatron_balance.planner.pipeline_packing import EFFORT, plan_pipeline
@@ -93,11 +93,17 @@ CELLS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--long", action="store_true", help="anneal twelve times as long, with two seeds")
+    parser.add_argument("--measured", action="store_true", help="train pipelines on CPU ranks; plans stay published")
     add_length_options(parser)
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Plans every cell at two efforts, and anneals."""
+    """Plans every cell at two efforts, and anneals; or measures gains of runs."""
+    known = published("pipelines")
+    if args.measured:
+        from benchmarks.pipelines.measured import measure_gains
+
+        return Measured(known | {"measured": measure_gains()})
     folder = lengths_folder(args)
     rows: dict[str, list[float]] = {}
     for cell in CELLS:
@@ -127,7 +133,8 @@ def measure(args: argparse.Namespace) -> Measured:
         if row[index] > bar
     ]
     problems += [f"{name}: the prediction is not exact" for name, row in rows.items() if abs(row[2] - 1) > 5e-3]
-    return Measured({"lengths": lengths_said(folder), "long": args.long, "cells": rows}, raw=rows, problems=problems)
+    figures = {"lengths": lengths_said(folder), "long": args.long, "cells": rows, "measured": known.get("measured", {})}
+    return Measured(figures, raw=rows, problems=problems)
 
 
 def _reference(batch: Batch, microbatch_of: Any, number: int, *, long: bool) -> float:
@@ -161,4 +168,17 @@ those.
 *Bound*: the lower bound over the reference; it counts empty micro-batches only, so it says little. Annealing is weak
 where experts meet: long runs gain another 1 to 4 % there.
 
-{table(header, lines)}"""
+{table(header, lines)}{_measured(figures["measured"])}"""
+
+
+def _measured(gains: Mapping[str, Mapping[str, float]]) -> str:
+    if not gains:
+        return ""
+    rows = [[name, f"{gain['predicted']:.3f}", f"{gain['measured']:.3f}"] for name, gain in gains.items()]
+    return f"""
+
+Gain of balancing over packing on CPU ranks (`--measured`, DP2), where the last stage has the output layer. Measured:
+each pass is timed by its thread, and events in Megatron's order make the makespan of these times. Predicted: by seconds
+fitted to the record of the first row.
+
+{table("layout | predicted | measured", rows)}"""

@@ -2,8 +2,6 @@
 
 Each pass is timed by its thread on its own stage; events in Megatron's order give the makespan of the measured passes.
 Seconds fitted to the record of the first layout predict all. Both runs are packed: the gain is that of balancing.
-
-    PYTHONPATH=.:tests/kit .venv/bin/python benchmarks/pipelines/measured.py
 """
 
 from __future__ import annotations
@@ -98,7 +96,3 @@ def end_of_events(stages: Sequence[Mapping[str, Any]], *, pipeline: Pipeline) ->
                 free[stage] = ends[backward, slot, depth] = max(free[stage], ends.get(source, 0.0)) + seconds
                 del queue[0]
     return max(free)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure_gains(), indent=1))
