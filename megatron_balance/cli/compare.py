@@ -171,7 +171,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     advised, sentences = recommend(results, comparison=comparison, record=record)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
     lines = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
-    if record is not None and topology == record.info.topology.with_cp_size(record.info.topology.cp_size):
+    if record is not None:
         as_it_ran = Policy("as it ran", in_a_line(record.info.policy), record.info.cost_model)
         recorded = [step for step in record.steps if step.lengths.size][:num_steps]
         lines.insert(1, comparison.judge(as_it_ran, recorded).line(stock=stock))

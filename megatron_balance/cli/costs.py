@@ -131,14 +131,6 @@ class CompareCosts:
             )
         else:
             cost_model, recorded = self.record.info.cost_model, self.record.info.topology
-            same_ranks = name == "flops" or topology.model_parallel_size == recorded.model_parallel_size
-            if name != "tokens" and not (same_ranks and topology.ep_size == recorded.ep_size):
-                raise BalanceError(
-                    "the record's costs hold for its own --tp-size, --cp-size and --ep-size: leave these out, or "
-                    "add --model, or --cost seconds.json (megatron-balance fit)."
-                )
-            if (topology.pp_size, topology.vpp_size) != (recorded.pp_size, recorded.vpp_size):
-                cost_model = replace(cost_model, stages=None)
             if name == "flops":  # a run plans with the fixed costs of all its context-parallel ranks
                 fixed = cost_model.per_microbatch // (1 if recorded.dynamic_cp else recorded.cp_size)
                 cost_model = replace(cost_model, per_microbatch=fixed)

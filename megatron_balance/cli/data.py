@@ -25,6 +25,7 @@ MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
 SYNTHETIC_STEPS = 10  # global batches of `synthetic:NAME` without N and --steps
 FEW_TOKENS = 10  # on average, below which the lengths are doubted
 DOCUMENTS = ("documents", "masked-documents")
+_SIZES = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,28 @@ class Batches:
 
 
 def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
-    """Ranks and cap of the flags, else of the record; a flag that is missing, or has no effect, is refused."""
-    names = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length", "save_lengths")
+    """Ranks of the flags or of the record, and the cap; a flag that is missing, or has no effect, is refused."""
+    names = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length", "save_lengths", *_SIZES)
     wrong = [name for name in ("global_batch_size", *names) if (getattr(args, name) is None) == (record is None)]
     if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
         wrong.append("max_tokens_per_gpu")
     if wrong:
         remedy = "given: a record has its own, drop it" if record else "missing: compare needs them, but for a record"
         raise BalanceError(f"{', '.join('--' + name.replace('_', '-') for name in wrong)} {remedy}.")
-    sizes = {name: getattr(args, name) for name in ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if record is not None:
+        if (cap := args.max_tokens_per_gpu or record.info.limits.max_tokens_per_gpu) is None:
+            raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
+        return record.info.topology.with_cp_size(record.info.topology.cp_size), Limits(cap)
+    sizes = {name: size for name in _SIZES if (size := getattr(args, name)) is not None}
     if args.tp_size is not None:  # Megatron's default: experts are split as all else is
         sizes |= {"etp_size": args.tp_size, "sequence_parallel": args.tp_size > 1}
-    recorded = Topology(1) if record is None else record.info.topology
-    topology = replace(recorded.with_cp_size(recorded.cp_size), **sizes)
+    topology = Topology(**sizes)
     if topology.num_gpus > MAX_GPUS or topology.pp_size > MAX_STAGES:
         raise BalanceError(
             f"--dp-size, --cp-size, --tp-size and --pp-size make {topology.num_gpus} GPUs: at most {MAX_GPUS} in "
             f"{MAX_STAGES} stages are compared."
         )
-    if record is None and args.global_batch_size % topology.dp_size:
+    if args.global_batch_size % topology.dp_size:
         multiple = -(-args.global_batch_size // topology.dp_size) * topology.dp_size
         raise BalanceError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of --dp-size {topology.dp_size}: give "
@@ -74,11 +77,9 @@ def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tupl
             f"--ep-size is {topology.ep_size}: experts take groups of {group} ranks, which do not divide {num_ranks}: "
             "lower it, or change --dp-size."
         )
-    cap = args.max_tokens_per_gpu or (record and record.info.limits.max_tokens_per_gpu)
+    cap = args.max_tokens_per_gpu
     if cap is None and args.seq_length is not None:
         cap = -(-args.seq_length // topology.cp_size)  # a row of stock is known to fit
-    if cap is None:
-        raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
     return topology, Limits(cap)
 
 
