@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pipelines.annealing import anneal, longest_first
 from benchmarks.planner.setups import add_length_options, draw_lengths, lengths_folder, lengths_said
-from benchmarks.publish import Measured, published, table
+from benchmarks.publish import Measured, made_by, published, table
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.planner import Batch, Problem, batch_of
 from megatron_balance.planner.pipeline_packing import EFFORT, plan_pipeline
@@ -103,7 +103,8 @@ def measure(args: argparse.Namespace) -> Measured:
     if args.measured:
         from benchmarks.pipelines.measured import measure_gains
 
-        return Measured(known | {"measured": measure_gains()})
+        made = made_by("python -m benchmarks pipelines --measured")
+        return Measured(known | {"measured": measure_gains(), "measured_made": made})
     folder = lengths_folder(args)
     rows: dict[str, list[float]] = {}
     for cell in CELLS:
@@ -133,8 +134,9 @@ def measure(args: argparse.Namespace) -> Measured:
         if row[index] > bar
     ]
     problems += [f"{name}: the prediction is not exact" for name, row in rows.items() if abs(row[2] - 1) > 5e-3]
-    figures = {"lengths": lengths_said(folder), "long": args.long, "cells": rows, "measured": known.get("measured", {})}
-    return Measured(figures, raw=rows, problems=problems)
+    runs = {name: known[name] for name in ("measured", "measured_made") if name in known}
+    figures = {"lengths": lengths_said(folder), "long": args.long, "cells": rows}
+    return Measured(figures | runs, raw=rows, problems=problems)
 
 
 def _reference(batch: Batch, microbatch_of: Any, number: int, *, long: bool) -> float:
@@ -168,17 +170,18 @@ those.
 *Bound*: the lower bound over the reference; it counts empty micro-batches only, so it says little. Annealing is weak
 where experts meet: long runs gain another 1 to 4 % there.
 
-{table(header, lines)}{_measured(figures["measured"])}"""
+{table(header, lines)}{_measured(figures)}"""
 
 
-def _measured(gains: Mapping[str, Mapping[str, float]]) -> str:
+def _measured(figures: Mapping[str, Any]) -> str:
+    gains, made = figures.get("measured", {}), figures.get("measured_made", {})
     if not gains:
         return ""
     rows = [[name, f"{gain['predicted']:.3f}", f"{gain['measured']:.3f}"] for name, gain in gains.items()]
     return f"""
 
-Gain of balancing over packing on CPU ranks (`--measured`, DP2), where the last stage has the output layer. Measured:
-each pass is timed by its thread, and events in Megatron's order make the makespan of these times. Predicted: by seconds
-fitted to the record of the first row.
+Gain of balancing over packing on CPU ranks (`--measured`, {made["date"]}, revision {made["revision"]}; DP2), where the
+last stage has the output layer. Measured: each pass is timed by its thread, and events in Megatron's order make the
+makespan of these times. Predicted: by seconds fitted to the record of the first row.
 
 {table("layout | predicted | measured", rows)}"""

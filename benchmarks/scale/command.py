@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
-from benchmarks.publish import RAW, Measured, published, table
+from benchmarks.publish import RAW, Measured, made_by, published, table
 from benchmarks.scale.alone import measure_alone
 from benchmarks.scale.plans import SAMPLES_PER_RANK as PLANNED_PER_RANK
 from benchmarks.scale.plans import SIZES, measure_plans
@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace) -> Measured:
     """Measures the parts that are asked for; the others stay as they are published."""
     folder = lengths_folder(args)
     known = published("scale")
-    figures: dict[str, Any] = {part: known[part] for part in PARTS if part in known}
+    figures: dict[str, Any] = {part: known[part] for part in (*PARTS, "plans_made") if part in known}
     if "worlds" in args.parts:
         figures["worlds"] = list(_worlds(args, folder=folder))
     if "alone" in args.parts:
@@ -60,7 +60,10 @@ def measure(args: argparse.Namespace) -> Measured:
         torch.set_num_threads(1)
         figures["sequences"] = measure_sequences()
     if "plans" in args.parts:
+        figures["plans_made"] = made_by("python -m benchmarks scale --parts plans")
         figures["plans"] = [asdict(each) for each in measure_plans(SIZES[:1] if args.quick else SIZES, folder=folder)]
+    if "made" in known and len(args.parts) < len(PARTS):  # of the parts that stay
+        figures["made"] = known["made"]
     figures |= {
         "step_seconds": args.step_seconds,
         "cores": len(os.sched_getaffinity(0)),
@@ -175,12 +178,12 @@ def _plans_text(figures: Mapping[str, Any]) -> str:
     for row in figures["plans"]:
         kind = f"{'dense' if row['ep_size'] == 1 else 'EP{}'.format(row['ep_size'])}, PP{row['pp_size']}"
         cells.setdefault(row["dp_size"], {})[kind] = f"{row['cpu_ms']:.0f} ({row['over_bound']:.4f})"
-    kinds = list(next(iter(cells.values())))
+    kinds, made = list(next(iter(cells.values()))), figures["plans_made"]
     rows = [[f"{size:,}", *plan_cells.values()] for size, plan_cells in cells.items()]
     return f"""### Plans at scale
 
 CPU milliseconds of a plan, and its predicted time over the bound: {PLANNED_PER_RANK} samples a rank, 16,384 tokens a
-micro-batch, Qwen3-8B or Qwen3-30B-A3B; {figures["lengths"]}. The bound of a pipeline counts a bubble of empty
-micro-batches only: no plan comes near it.
+micro-batch, Qwen3-8B or Qwen3-30B-A3B; {figures["lengths"]}; {made["date"]}, revision {made["revision"]}. The bound of
+a pipeline counts a bubble of empty micro-batches only: no plan with experts comes near it.
 
 {table(" | ".join(["data-parallel ranks", *kinds]), rows, align="r" * (len(kinds) + 1))}"""
