@@ -54,16 +54,16 @@ def sum_segments(values: Ints, *, num_segments: Ints | None) -> Ints:
     return sums[..., ends] - sums[..., ends - num_segments]
 
 
-def number_groups(groups: Sequence[Hashable] | NDArray[Any]) -> Ints:
+def number_groups(groups: Sequence[Hashable] | NDArray[Any], *, name: str = "groups") -> Ints:
     """Groups numbered from 0 by their first sample, so that any id will do: a number, a string, a uuid."""
     if isinstance(groups, np.ndarray) and groups.ndim != 1:
-        raise BalanceError(f"groups has shape {groups.shape}: it must have one id for each sample.")
+        raise BalanceError(f"{name} has shape {groups.shape}: it must have one id for each sample.")
     numbers: dict[Hashable, int] = {}
     try:
         ids = cast("list[Hashable]", groups.tolist() if isinstance(groups, np.ndarray) else list(groups))
         return np.array([numbers.setdefault(group, len(numbers)) for group in ids], dtype=np.int64)
     except TypeError as error:
-        raise BalanceError(f"groups holds an id that cannot be compared: {error}. Use numbers or strings.") from error
+        raise BalanceError(f"{name} holds an id that cannot be compared: {error}. Use numbers or strings.") from error
 
 
 def groups_that_split(groups: Ints, *, ranks: Ints) -> Ints:
