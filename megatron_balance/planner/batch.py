@@ -72,6 +72,27 @@ class SizedBatch:
         has_room = np.arange(self.num_levels)[:, None] >= self.min_levels
         return np.where(has_room, self.costs, INT_MAX).argmin(axis=0)
 
+    def take(self, ids: Ints) -> SizedBatch:
+        """The samples of these ids, in their order."""
+        costs, expert_cost, tokens = self.costs[:, ids], self.expert_cost[:, ids], self.tokens[:, ids]
+        return replace(self, costs=costs, expert_cost=expert_cost, tokens=tokens)
+
+    def at_size(self, level: int) -> Batch:
+        """The samples where `2**level` ranks share every micro-batch, and are one rank."""
+        size = 1 << level
+        return Batch(
+            self.costs[level][None],
+            expert_cost=-(-self.expert_cost[level] // size),
+            weights=np.minimum(self.tokens[level], self.cap + 1),
+            cap=self.cap,
+            num_ranks=self.dp_cp_size // size,
+            waiting=replace(self.waiting, sync_size=max(self.waiting.sync_size // size, 1)),
+            ep_dp_size=max(self.ep_dp_size // size, 1),
+            per_microbatch=self.per_microbatch,
+            multiple=self.multiple if self.equal_counts else 1,
+            kinds=tuple(kind.at_size(level) for kind in self.kinds),
+        )
+
     def at(self, table: Ints, levels: Ints) -> Ints:
         """`[num_samples]` of `costs` or `tokens`, where each sample has a level of its own."""
         return table[levels, np.arange(self.num_samples)]

@@ -5,7 +5,8 @@
        target that halving makes the least; a sample that does not fit takes the next larger size.
     3. `microbatch`, `pipeline`: all ranks meet in a slot. The sizes in turn fill packs, dominated slots first; then
        packs of like cost make slots, and free ranks widen the costliest.
-    4. Every single size is planned as well, and the fastest plan is taken.
+    4. `microbatch`: bands of neighbouring sizes are planned by themselves, one after another: a slot has one size.
+    5. Every single size is planned as well, and the fastest plan is taken.
 
 Here a rank is a DP×CP rank; `batch.py` has the tree and the costs.
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_balance.planner.batch import SizedBatch
-from megatron_balance.planner.level_packing import GOOD_ENOUGH, Batch, Plan, plan_slots
+from megatron_balance.planner.level_packing import GOOD_ENOUGH, Plan, plan_slots
 from megatron_balance.planner.list_scheduling import assign_in_groups, assign_lpt
 from megatron_balance.planner.objective import organ_pipe_order
 from megatron_balance.planner.pipeline_packing import EFFORT, plan_pipeline
@@ -39,6 +40,12 @@ _SLOT_SIXTEENTHS = (17, 18, 20, 22, 24)
 
 _SLOT_MULTIPLES = (2, 3, 4, 6, 8, 12, 16)
 """Further numbers of slots to try in a pipeline, in multiples of the smallest: more slots idle less."""
+
+_BAND_PART = 10
+"""A band's size is the smallest at which a sample takes at most a tenth of a step."""
+
+_MAX_IN_BANDS = 4096
+"""Samples up to which bands are planned; larger batches take the time that slots of mixed sizes take."""
 
 _OUTLINES = 5
 """Most promising outlines of each number of slots, which are filled."""
@@ -67,7 +74,43 @@ def plan_sizes(batch: SizedBatch) -> Plan:
     bound = batch.lower_bound()
     if min(map(time, plans)) > bound + bound // GOOD_ENOUGH:
         plans += [plan for level in range(batch.num_levels) if (plan := _plan_at_size(batch, level)) is not None]
+        if waiting.in_slots and not waiting.is_makespan and batch.num_samples <= _MAX_IN_BANDS:
+            plans += _plan_in_bands(batch, limit=min(map(time, plans)))
     return min(plans, key=time)
+
+
+def _plan_in_bands(batch: SizedBatch, *, limit: int) -> list[Plan]:
+    """The plan in which all micro-batches of a slot have one size; none where it would not be faster than `limit`.
+
+    Samples are cut into bands of neighbouring sizes. Each band is planned by itself at one of its sizes, one after
+    another: wide packs of several long samples are more even than dominated slots, whose rest is shared for nothing.
+    """
+    levels = batch.levels_within(batch.min_work() // _BAND_PART)
+    work, used = batch.costs << np.arange(batch.num_levels)[:, None], np.unique(levels).tolist()
+    best: list[tuple[int, list[tuple[Ints, Plan]]]] = [(0, [])]  # time and bands of the smallest sizes
+    for stop, highest in enumerate(used, start=1):
+        # What is left takes at least its work at the smallest size.
+        rest = int(batch.at(work, batch.min_levels)[levels > highest].sum()) // batch.dp_cp_size
+        shortest, bands = limit - rest, list[tuple[Ints, Plan]]()
+        for start, (before, lower) in enumerate(best):
+            ids = np.flatnonzero((levels >= used[start]) & (levels <= highest))
+            for level in used[start:stop]:
+                if before + int(work[level, ids].sum()) // batch.dp_cp_size >= shortest:
+                    continue
+                band = batch.take(ids)
+                plan = _plan_at_size(band, level)
+                if plan is not None and (time := before + band.time(plan.microbatch_of, plan.cp_sizes)) < shortest:
+                    shortest, bands = time, [*lower, (ids, plan)]
+        best.append((shortest if bands else limit, bands))
+    if not best[-1][1]:
+        return []
+    rank_of, slot_of = np.zeros((2, batch.num_samples), dtype=np.int64)
+    sizes = np.zeros((batch.dp_cp_size, 0), dtype=np.int64)
+    for ids, plan in best[-1][1]:
+        rank_of[ids], slot = np.divmod(plan.microbatch_of, plan.cp_sizes.shape[1])
+        slot_of[ids] = slot + sizes.shape[1]
+        sizes = np.concatenate([sizes, plan.cp_sizes], axis=1)
+    return [Plan(rank_of * sizes.shape[1] + slot_of, sizes)]
 
 
 def _plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
@@ -75,25 +118,9 @@ def _plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
     size = 1 << level
     if batch.dp_cp_size % size or int(batch.min_levels.max()) > level:
         return None
-    sync_size = max(batch.waiting.sync_size // size, 1)
-    replicas = Batch(
-        batch.costs[level][None],
-        expert_cost=-(-batch.expert_cost[level] // size),
-        weights=np.minimum(batch.tokens[level], batch.cap + 1),
-        cap=batch.cap,
-        num_ranks=batch.dp_cp_size // size,
-        waiting=replace(batch.waiting, sync_size=sync_size),
-        ep_dp_size=max(batch.ep_dp_size // size, 1),
-        per_microbatch=batch.per_microbatch,
-        multiple=batch.multiple if batch.equal_counts else 1,
-    )
-    if replicas.num_ranks % replicas.ep_dp_size or sync_size % replicas.ep_dp_size:
+    replicas = batch.at_size(level)
+    if replicas.num_ranks % replicas.ep_dp_size or replicas.sync_size % replicas.ep_dp_size:
         return None
-    costs = (
-        (kind.costs[level][None], -(-kind.expert_cost[level] // size), kind.per_microbatch) for kind in batch.kinds
-    )
-    kinds = (replace(replicas, costs=local, expert_cost=expert, per_microbatch=fixed) for local, expert, fixed in costs)
-    replicas = replace(replicas, kinds=tuple(kinds))
     if replicas.waiting.is_makespan:
         plan = plan_pipeline(replicas, effort=EFFORT // batch.num_levels)
     else:
