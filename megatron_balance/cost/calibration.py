@@ -75,27 +75,19 @@ class Calibration:
         shared = {name: round(share * cost) for name, cost in costs.terms().items()}
         return costs.with_terms(shared | {"per_microbatch": costs.per_microbatch})
 
-    def content(self) -> dict[str, Any]:
-        """What seconds.json holds."""
-        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
-        return content | {"origin": dict(self.origin)}
-
-    @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Calibration:
-        """Of what `content` returned; KeyError, TypeError or ValueError where it is none."""
-        if content["format"] != FORMAT:
-            raise ValueError(f"it is of the format {content['format']!r}")
-        return cls(CostModel.from_dict(content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
-
     def write(self, path: Path) -> None:
         """Write seconds.json."""
-        path.write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
+        content = {"format": FORMAT, "held_out_error": self.held_out_error, "attoseconds": asdict(self.costs)}
+        path.write_text(json.dumps(content | {"origin": dict(self.origin)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
         """Read seconds.json; a file that is none is refused."""
         try:
-            return cls.from_content(json.loads(path.read_text(encoding="utf-8")))
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"it is of the format {content['format']!r}")
+            return cls(CostModel.from_dict(content["attoseconds"]), content["held_out_error"], dict(content["origin"]))
         except (ArithmeticError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise BalanceError(
                 f"the calibration {str(path)!r} cannot be read as {FORMAT!r}: {error}. Make it with this version's "

@@ -1,6 +1,6 @@
-"""Settings that a run finds in its first steps: the costs of `--balance-cost auto`.
+"""Settings that a run finds in its first steps: `--balance-cost auto` and `--max-tokens-per-gpu auto`.
 
-    the seconds of a step's micro-batches → rank 0 → a fit → all ranks → the plan of the next step
+    seconds of micro-batches, memory of devices → rank 0 → costs, a cap → all ranks → the plan of the next step
 
 As such a step ends its ranks send what they measured, while no thread prepares the next one. Rank 0 decides and all
 ranks take its answer, by its data-parallel group and then in each model replica.
@@ -12,10 +12,14 @@ settings as they are.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +27,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.setup.rules import TUNED_STEPS
-from megatron_balance.mcore.setup.settings import RunCosts, Settings
-from megatron_balance.mcore.telemetry import run_info
+from megatron_balance.mcore.setup.settings import RunCosts, Settings, bucketed_limits
+from megatron_balance.mcore.telemetry import allowed_tokens, largest_tokens, run_info
 from megatron_balance.planner import build_data_schedule
 from megatron_balance.record import RunRecord, StepRecord, line_of, step_of, text_of
 from megatron_balance.record.fit import fit_record
@@ -38,16 +43,22 @@ from megatron_balance.runtime.log import log_info, warn_once
 STATE = "megatron_balance_state"
 """The name among Megatron's arguments, which are in every checkpoint, of a text: what rank 0 has found."""
 
+CAP_STEP = 128
+"""Tokens between the caps that are compared."""
+
+NOISE = 0.05
+"""Part of what a device allows that the cap leaves as well: the next micro-batch of as many tokens may take more."""
+
 State = dict[str, Any]
-"""`num_steps` that were asked for, `end` the last of them, `costs` as `Calibration.content`; on rank 0 alone `steps`,
-lines of a record with `nanoseconds`, from which costs are found."""
+"""`wanted` settings, `end` the last of the steps, `costs` a calibration, `cap`; on rank 0 alone `steps`, lines of a
+record with `nanoseconds`, from which they are found."""
 
 
 class Autotuner:
     """Finds the settings of a run; every rank makes one.
 
     `leaders` is the group of the ranks that lead their model replicas, None elsewhere; `replica` those of this rank's,
-    None for this one alone. `costs_of` makes costs of a `calibration`.
+    None for this one alone. `costs_of` makes costs of a `calibration`; in `folder` a cap is left that was too large.
     """
 
     def __init__(
@@ -58,27 +69,20 @@ class Autotuner:
         replica: dist.ProcessGroup | None,
         costs_of: Callable[..., RunCosts],
         args: Namespace | None,
+        folder: str | None,
     ) -> None:
         self._settings, self._costs_of, self._args = settings, costs_of, args
         self._leaders, self._replica, self._decides = leaders, replica, dist.get_rank() == 0
+        self._first_cap = settings.limits.max_tokens_per_gpu or 0
+        self._most = sys.maxsize
+        self._file = None if folder is None else Path(folder) / "out_of_memory.txt"
         self._state: State = {}
-        self._newest = 0
+        self._newest = self._max_tokens = 0
 
     def begin(self, iteration: int) -> Settings:
         """The settings of a step."""
-        if self._state:
-            return self._settings
-        text, num_steps = getattr(self._args, STATE, None), self._settings.tuned_steps
-
-        def decide() -> State:
-            state = json.loads(text or "{}")
-            if "costs" in state:
-                Calibration.from_content(state["costs"])
-                log_info("--balance-cost auto: plans by the costs that the run had found at its checkpoint.")
-            is_new = state.get("num_steps") != num_steps
-            return state | {"num_steps": num_steps, "end": iteration - 1 + num_steps, "steps": []} if is_new else state
-
-        self._agree(decide, otherwise={"end": 0})
+        if not self._state:
+            self._agree(lambda: self._first_state(iteration), otherwise={"end": 0})
         return self._settings
 
     def measures(self, iteration: int) -> bool:
@@ -87,58 +91,105 @@ class Autotuner:
 
     def end(self, step: BalancedStep, *, iteration: int, seconds: NDArray[np.float64] | None) -> Settings:
         """The settings after a step; `[num_microbatches]` seconds of this rank, where they were measured."""
-        self._newest = iteration
-        schedule, rows = step.schedule, np.zeros((0, 0), dtype=np.int64)
+        self._newest, self._max_tokens = iteration, max(self._max_tokens, largest_tokens(step))
+        schedule, rows = step.schedule, np.array([[allowed_tokens(self._max_tokens)]])
+        if self._replica is not None:
+            rows = all_gather_row(rows[0], group=self._replica, operation="the memory of all ranks (gather)")
         if self._leaders is not None and schedule is not None:
-            row = np.zeros(schedule.cp_size_grid.shape[1], dtype=np.int64)
+            row = np.zeros(1 + schedule.cp_size_grid.shape[1], dtype=np.int64)
+            row[0] = rows.min()
             if seconds is not None and len(seconds) == step.num_microbatches:
-                row[: len(seconds)] = seconds * 1e9
+                row[1 : 1 + len(seconds)] = seconds * 1e9
             rows = all_gather_row(row, group=self._leaders, operation="the seconds of all ranks (gather)")
 
         def decide() -> State:
             assert schedule is not None, "rank 0 plans"
-            grid = np.zeros_like(schedule.cp_size_grid)
-            grid[:: len(grid) // len(rows)] = rows  # of the first context-parallel rank of each replica
+            grid, state = np.zeros_like(schedule.cp_size_grid), self._state.copy()
+            grid[:: len(grid) // len(rows)] = rows[:, 1:]  # of the first context-parallel rank of each replica
             line = line_of(StepRecord.from_schedule(schedule, iteration=iteration)) | {"nanoseconds": grid.ravel()}
-            steps = [*self._state["steps"], text_of(line).decode()]
-            if iteration < self._state["end"]:
-                return self._state | {"steps": steps}
-            return self._state | {"steps": []} | self._fitted([json.loads(text) for text in steps])
+            state["steps"] = [*state["steps"], text_of(line).decode()]
+            largest = min(int(rows[:, 0].min() * (1 - NOISE)), self._most)
+            if "cap" in state and iteration > 1:  # before the first one ends the optimizer has no state
+                # Half of the way: what takes more than its share of memory shows in time.
+                state["cap"] = max(min((state["cap"] + largest) // 2, largest), self._first_cap)
+            return state if iteration < state["end"] else self._last_state(state)
 
         self._agree(decide, otherwise=self._state)
         return self._settings
 
+    def out_of_memory(self) -> BalanceError:
+        """The error where a micro-batch found no memory, and for the next start the cap to begin with."""
+        cap = self._settings.limits.max_tokens_per_gpu or 1
+        lower = cap * 4 // 5
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._file.write_text(f"{lower}\n")
+        return BalanceError(
+            f"Device memory ran out at --max-tokens-per-gpu {cap}, which auto had found: set {lower} in place of auto, "
+            f"or start again with auto, which reads {self._file} on rank 0 and begins with it."
+        )
+
     def _agree(self, decide: Callable[[], State], *, otherwise: State) -> None:
         """Take what rank 0 decides, or `otherwise` where it fails."""
-        before, text = self._state.get("costs"), ""
+        before, text = self._state, ""
         if self._decides:
             decision = attempt(decide)
             if isinstance(decision, Failure):
-                warn_once(f"--balance-cost auto keeps the settings as they are: {decision.text}")
+                warn_once(f"auto keeps the settings as they are: {decision.text}")
             self._state = otherwise if isinstance(decision, Failure) else decision
             text = json.dumps({name: value for name, value in self._state.items() if name != "steps"})
         for group in filter(None, (self._leaders, self._replica)):
-            text = broadcast_text(text, group=group, operation="what rank 0 has found for --balance-cost auto")
+            text = broadcast_text(text, group=group, operation="the settings that rank 0 has found")
         if not self._decides:
             self._state = json.loads(text)
         if self._args is not None:
             setattr(self._args, STATE, json.dumps(self._state))
-        costs = self._state.get("costs")
-        if costs is not None and costs != before:
-            self._settings = replace(self._settings, costs=self._costs_of(calibration=Calibration.from_content(costs)))
-            for line in self._settings.costs.log_lines:
+        settings, costs = self._settings, self._state.get("costs")
+        if costs is not None and costs != before.get("costs"):
+            calibration = Calibration(CostModel.from_dict(costs["costs"]), costs["held_out_error"], costs["origin"])
+            settings = replace(settings, costs=self._costs_of(calibration=calibration))
+            for line in settings.costs.log_lines:
                 log_info(line)
+        self._settings = self._with_cap(self._state["cap"], settings) if "cap" in self._state else settings
 
-    def _fitted(self, lines: Sequence[State]) -> State:
-        """The costs of these steps, unless those in use predict the steps that were left out of the fit better."""
+    def _first_state(self, iteration: int) -> State:
+        """What the checkpoint holds, or nothing yet; where other settings are wanted they are found anew."""
+        settings, state = self._settings, json.loads(getattr(self._args, STATE, None) or "{}")
+        for name in {"costs", "cap"}.difference(settings.tuned):
+            state.pop(name, None)
+        if found := [name for name in settings.tuned if name in state]:
+            log_info(f"auto: plans by the {' and '.join(found)} that the run had found at its checkpoint.")
+        if "cap" in settings.tuned:
+            if self._file is not None and self._file.exists():
+                self._most = int(self._file.read_text())
+                self._first_cap = min(self._first_cap, self._most)
+            state["cap"] = min(state.get("cap", self._first_cap), self._most)
+        wanted = [settings.tuned_steps, *settings.tuned]
+        if state.get("wanted") != wanted:
+            state |= {"wanted": wanted, "end": iteration - 1 + settings.tuned_steps, "steps": []}
+        return state
+
+    def _last_state(self, state: State) -> State:
+        """The settings by all steps."""
         info, steps = run_info(self._settings, args=self._args), list[StepRecord]()
-        for line in lines:
+        for line in map(json.loads, state["steps"]):
             step = step_of(line, info=info)
             seconds = np.array(line["nanoseconds"]).reshape(step.cp_size_grid.shape) / 1e9
             steps.append(replace(step, seconds=seconds))
-        said = f"--balance-cost auto, steps {steps[0].iteration} to {steps[-1].iteration}:"
+        state = state | {"steps": []}
+        if "costs" in self._settings.tuned:
+            state |= self._fitted(RunRecord(info, tuple(steps)))
+        if "cap" in state:
+            state["cap"] = self._smallest_cap(steps, largest=state["cap"])
+        return state
+
+    def _fitted(self, record: RunRecord) -> State:
+        """The costs of these steps, unless those in use predict the steps that were left out of the fit better."""
+        newest = record.steps[-1]
+        said = f"--balance-cost auto, steps {record.steps[0].iteration} to {newest.iteration}:"
         try:
-            fit, calibration = fit_record(RunRecord(info, tuple(steps)))
+            fit, calibration = fit_record(record)
         except BalanceError as error:
             log_info(f"{said} costs stay as they are: {error}")
             return {}
@@ -150,23 +201,45 @@ class Autotuner:
         terms = (found.per_microbatch, found.linear + found.expert_linear, found.quadratic)
         launch, token, squared = (f"{attoseconds / UNITS_PER_SECOND:.2g} s" for attoseconds in terms)
         rate, before = calibration.origin, self._settings.costs.attention_rate
-        rates = f", attention at {rate['attention_tflops'] / rate['linear_tflops']:.2g} times the rate of all else"
-        rates += f" ({before:g} before)"
+        rates = ""
+        if "linear_tflops" in rate:
+            rates = f", attention at {rate['attention_tflops'] / rate['linear_tflops']:.2g} times the rate of all else"
+            rates += f" ({before:g} before)"
+        plans = (replace(newest, cost_model=costs.model), self._plan(newest, replace(self._settings, costs=costs)))
+        ran, planned = (plan.imbalance(plan.costs) * plan.costs.sum() for plan in plans)
         log_info(
-            f"{said} a micro-batch takes {launch}, a token {token} and a squared token {squared}"
-            f"{rates if 'linear_tflops' in rate else ''}; off by {errors}. Plans follow from step "
-            f"{steps[-1].iteration + 1} on; the last one would have taken {self._gain(steps[-1], costs):.1%} less time."
+            f"{said} a micro-batch takes {launch}, a token {token} and a squared token {squared}{rates}; off by "
+            f"{errors}. Plans follow from step {newest.iteration + 1} on; the last one would have taken "
+            f"{1 - planned / ran:.1%} less time."
         )
-        return {"costs": calibration.content()}
+        return {"costs": asdict(calibration)}
 
-    def _gain(self, step: StepRecord, costs: RunCosts) -> float:
-        """The part of a step's predicted time that a plan by these costs saves."""
-        settings = self._settings
+    def _smallest_cap(self, steps: Sequence[StepRecord], *, largest: int) -> int:
+        """The smallest cap up to the largest by which these steps have as few micro-batches."""
+        caps = range(self._first_cap, max(largest, self._first_cap) + 1, CAP_STEP)
+
+        def fewer(cap: int) -> int:
+            return -sum(self._plan(step, self._with_cap(cap, self._settings)).num_microbatches for step in steps)
+
+        cap = caps[bisect.bisect_left(caps, fewer(caps[-1]), key=fewer)]
+        before, after = (-fewer(cap) / len(steps) for cap in (self._first_cap, cap))
+        log_info(
+            f"--max-tokens-per-gpu auto, steps {steps[0].iteration} to {steps[-1].iteration}: {cap} from now on, where "
+            f"{largest} would leave a tenth of the fullest device free: {after:.4g} micro-batches a step, by the first "
+            f"{self._first_cap} they were {before:.4g}."
+        )
+        return cap
+
+    def _with_cap(self, cap: int, settings: Settings) -> Settings:
+        limits = bucketed_limits(cap, topology=settings.topology, shape_bucket=settings.shape_bucket)
+        return settings if limits == settings.limits else replace(settings, limits=limits)
+
+    def _plan(self, step: StepRecord, settings: Settings) -> StepRecord:
+        """The step as these settings plan it."""
         schedule = build_data_schedule(
-            step.segments,
-            num_segments=step.num_segments,
+            step.lengths,
             image_patches=step.images,
-            cost_model=costs.model,
+            cost_model=settings.costs.model,
             topology=settings.topology,
             limits=settings.limits,
             objective=settings.objective,
@@ -174,6 +247,4 @@ class Autotuner:
             home_ranks=step.home_ranks,
             move_samples=settings.balance_data,
         )
-        ran, planned = replace(step, cost_model=costs.model), StepRecord.from_schedule(schedule, iteration=0)
-        after, before = (plan.imbalance(plan.costs) * plan.costs.sum() for plan in (planned, ran))
-        return 1 - float(after / before)
+        return StepRecord.from_schedule(schedule, iteration=step.iteration)

@@ -15,7 +15,7 @@ from megatron_balance.mcore.hooks import core_hooks
 from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.run import CurrentRun, build_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
-from megatron_balance.mcore.setup.rules import tuned_steps
+from megatron_balance.mcore.setup.rules import autotuned
 from megatron_balance.mcore.step import BalancedForwardBackward
 from megatron_balance.model.shape import ModelShape
 
@@ -131,7 +131,11 @@ def run_of_model(
             f"{type(inner).__name__} has an encoder beside its language model, and this package packs no images into "
             "its forward step: train it without balancing."
         )
-    if (parsed.balance_cost == "flops" or tuned_steps(vars(parsed))) and cost is None and vocab_size is None:
+    if (
+        (parsed.balance_cost == "flops" or "costs" in autotuned(vars(parsed))[1])
+        and cost is None
+        and vocab_size is None
+    ):
         raise BalanceError(
             f"{type(inner).__name__} has no vocab_size, so that its FLOPs are not known: give cost (a ModelShape or a "
             "CostModel), or the flag --balance-cost tokens."

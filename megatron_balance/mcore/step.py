@@ -96,7 +96,10 @@ class BalancedForwardBackward:
         self._autotuner: Autotuner | None = None
         if settings.tuned_steps:
             leaders = dp_group if layout.leads_replica() else None
-            self._autotuner = Autotuner(settings, leaders=leaders, replica=replica, costs_of=costs_of, args=args)
+            folder = settings.record or getattr(args, "save", None)
+            self._autotuner = Autotuner(
+                settings, leaders=leaders, replica=replica, costs_of=costs_of, args=args, folder=folder
+            )
         self.cp_groups: CpGroups | None = None
         if topology.dynamic_cp:
             for_routers = settings.counts_router_tokens
@@ -237,6 +240,10 @@ class BalancedForwardBackward:
         with patched_attrs(self, running=running), variable_seq_lengths(model), running.router_losses():
             try:
                 return schedule(**arguments)
+            except torch.OutOfMemoryError as error:
+                if self._autotuner is None or "cap" not in self._settings.tuned:
+                    raise
+                raise self._autotuner.out_of_memory() from error
             finally:
                 if self.cp_groups is not None:
                     self.cp_groups.restore_engine_attention(model)

@@ -209,7 +209,8 @@ class Telemetry:
     def _read_memory(self, step: BalancedStep) -> None:
         """Read the allocator's counters, resetting none; those of all ranks come with the next step."""
         if step.number == FIRST_STEPS:
-            self._memory = _peak_and_cap(self._max_tokens)
+            counted = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self._memory = (*counted, allowed_tokens(self._max_tokens) // 128 * 128)
         elif self._memory[0]:
             self._memory = (torch.cuda.max_memory_allocated(), *self._memory[1:])
         memory = None if step.reported is None else step.reported[:, 2:5]
@@ -224,10 +225,7 @@ class Telemetry:
                 f"--max-tokens-per-gpu {cap} would leave 10 % of device memory free, beside what other "
                 "libraries hold now."
             )
-            if self._record is not None:
-                self._record.add(functools.partial(RecordWriter.add_cap, measured_cap=int(memory[:, 2].min())))
-        tokens = [n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)]
-        self._max_tokens = max([self._max_tokens, *tokens])
+        self._max_tokens = max(self._max_tokens, largest_tokens(step))
 
 
 def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
@@ -248,16 +246,21 @@ def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
     )
 
 
-def _peak_and_cap(max_tokens: int) -> tuple[int, int, int]:
-    """Peaks allocated and reserved in bytes, and the cap; between steps, weights and optimizer are allocated."""
-    peak, static = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    if not static:  # a CPU, which has no properties to ask for
-        return 0, 0, 0
-    free, total = torch.cuda.mem_get_info()  # NCCL's buffers, contexts and workspaces are no allocations of torch
-    external = max(total - free - torch.cuda.memory_reserved(), 0)
-    available = max(total * (1 - FREE_FRACTION) - external - static, 0)
-    cap = int(max_tokens * available / max(peak - static, 1)) // 128 * 128
-    return peak, torch.cuda.max_memory_reserved(), cap
+def allowed_tokens(max_tokens: int) -> int:
+    """The cap that would leave FREE_FRACTION of this device, where `max_tokens` took what it has used; 0 on a CPU.
+
+    By the most that torch has reserved, and by what the device says that all else takes: NCCL, contexts, workspaces.
+    """
+    static = torch.cuda.memory_allocated()  # between steps: weights and optimizer
+    free, total = torch.cuda.mem_get_info()
+    others = max(total - free - torch.cuda.memory_reserved(), 0)
+    available = max(total * (1 - FREE_FRACTION) - others - static, 0)
+    return int(max_tokens * available / max(torch.cuda.max_memory_reserved() - static, 1)) if static else 0
+
+
+def largest_tokens(step: BalancedStep) -> int:
+    """Tokens on this GPU of the longest micro-batch of a step."""
+    return max((n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)), default=0)
 
 
 def warn_of_oversized(step: BalancedStep) -> None:

@@ -122,6 +122,30 @@ def device_memory(watch: Watch) -> None:
     torch.cuda.max_memory_reserved = lambda: (30 + 10 * rank) * gib
 
 
+def counting_allocator(
+    watch: Watch, *, total: int, static: int, each_token: int, noise: float = 0.0, full_at: int = 0
+) -> None:
+    """torch's counters on a device where each token of a micro-batch takes up to `noise` more bytes than it should.
+
+    What was reserved stays so. In the step `full_at` nothing is left.
+    """
+    rng, forward, peak = np.random.default_rng(int(os.environ["RANK"])), pretrain_sft.forward_step, static
+
+    def forward_step(*positional: Any, **keywords: Any) -> Any:
+        nonlocal peak
+        output = forward(*positional, **keywords)
+        tokens = (watch.microbatches() or [{}])[-1].get("tokens", 0)
+        peak = max(peak, static + int(tokens * each_token * (1 + noise * rng.uniform())))
+        if peak > total or watch.num_steps == full_at:
+            raise torch.OutOfMemoryError("a stand-in for a device")
+        return output
+
+    pretrain_sft.forward_step = forward_step
+    torch.cuda.mem_get_info = lambda: (total - peak, total)
+    torch.cuda.memory_allocated = lambda: static
+    torch.cuda.memory_reserved = torch.cuda.max_memory_reserved = torch.cuda.max_memory_allocated = lambda: peak
+
+
 def made_up_seconds(
     watch: Watch, *, launch: float, token: float, squared: float, waits: bool = False, noise: float = 0.0
 ) -> None:

@@ -29,7 +29,7 @@ def tuned(train: KeptRuns, balance: str = f"auto:{TUNED}", *, stock: str = ROWS[
 
 
 def lines_of(run: Run) -> list[str]:
-    return [line for line in run.log(0).splitlines() if "--balance-cost auto" in line]
+    return re.findall(r"megatron_balance: (.*auto.*)", run.log(0))
 
 
 SAVED = f"auto:{TUNED} {RECORDED} --save {{run}}/checkpoints --save-interval 1 --ckpt-format"
@@ -82,13 +82,15 @@ def test_costs_are_found_again_where_that_is_asked_for(train: KeptRuns, whole: R
         pytest.param("--balance-dynamic-cp", 4, id="dynamic-cp", marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_of_a_replica_take_the_costs(train: KeptRuns, flags: str, num_ranks: int) -> None:
-    whole = tuned(train, f"{SAVED} torch_dist {flags}", num_ranks=num_ranks)
-    (line,) = lines_of(whole)
-    assert f"Plans follow from step {TUNED + 1} on" in line
+def test_all_ranks_of_a_replica_take_costs_and_cap(train: KeptRuns, flags: str, num_ranks: int) -> None:
+    flags, keywords = f"{flags} --max-tokens-per-gpu auto", {"num_ranks": num_ranks, "stand_ins": device()}
+    whole = tuned(train, f"{SAVED} torch_dist {flags}", **keywords)
+    line, of_cap = lines_of(whole)
+    assert re.search(r"tokens-per-gpu auto, steps 1 to 4: (\d+) from now on", of_cap)
+    assert f"steps 1 to {TUNED}:" in line
     load = f"auto:{TUNED} {flags} --load {whole.folder}/checkpoints --ckpt-format torch_dist --ckpt-step"
     for step in (TUNED - 1, TUNED):
-        resumed = tuned(train, f"{load} {step}", num_ranks=num_ranks)
+        resumed = tuned(train, f"{load} {step}", **keywords)
         assert microbatches(resumed) == [steps[step:] for steps in microbatches(whole)]
 
 
@@ -117,3 +119,64 @@ def test_costs_stay_where_too_few_steps_were_measured(train: KeptRuns) -> None:
     (line,) = lines_of(run)
     assert "costs stay as they are: the record has" in line
     assert microbatches(run) == microbatches(tuned(train, "flops"))
+
+
+MIB = 2**20
+BEST = 1000
+"""Tokens that leave a tenth of the device below free."""
+
+
+def device(**changes: Any) -> StandIns:
+    """300 of 1445 MiB stay between steps, and a token takes one."""
+    memory = {"total": 1445 * MIB, "static": 300 * MIB, "each_token": MIB}
+    return (*made_up(), ("stand_ins:counting_allocator", memory | changes))
+
+
+def longest_of(run: Run) -> int:
+    return max(microbatch["tokens"] for steps in microbatches(run) for step in steps for microbatch in step)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_cap_grows_to_what_devices_hold(train: KeptRuns, noise: float) -> None:
+    """The device is never fuller than nine tenths, and in the end as few micro-batches run as by the best cap."""
+    stands = device(noise=noise)
+    run = tuned(train, f"flops {RECORDED} --max-tokens-per-gpu auto --train-iters 13", stand_ins=stands)
+    by_hand = tuned(train, f"flops --max-tokens-per-gpu {BEST} --train-iters 13", stand_ins=stands)
+    assert longest_of(run) * (1 + noise) <= BEST
+    (line,) = lines_of(run)
+    (cap, largest) = map(int, re.findall(r"steps 1 to 10: (\d+) from now on, where (\d+) would leave", line)[0])
+    assert cap <= largest
+    assert 0.88 * BEST < largest < BEST
+    assert read_record(run.folder / "record").info.limits.max_tokens_per_gpu == cap
+    counts = ([len(step) for step in microbatches(ours)[0]] for ours in (run, by_hand))
+    for ours, theirs in zip(*map(list, counts), strict=True):
+        assert ours >= theirs
+
+
+@pytest.fixture(scope="module")
+def grown(train: KeptRuns) -> Run:
+    """A run that finds both, and saves a checkpoint after every step."""
+    return tuned(train, f"{SAVED} torch --max-tokens-per-gpu auto", stand_ins=device())
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS))
+def test_a_run_that_ends_after_any_step_goes_on_with_the_same_cap(train: KeptRuns, grown: Run, step: int) -> None:
+    load = f"--load {grown.folder}/checkpoints --ckpt-step {step} --ckpt-format torch"
+    resumed = tuned(train, f"auto:{TUNED} --max-tokens-per-gpu auto {load}", stand_ins=device())
+    assert microbatches(resumed) == [steps[step:] for steps in microbatches(grown)]
+
+
+def test_a_run_without_memory_says_the_cap_to_begin_with(train: KeptRuns, grown: Run) -> None:
+    """After the cap was found; the next start begins with four fifths of it, and raises it no further."""
+    cap = read_record(grown.folder / "record").info.limits.max_tokens_per_gpu or 0
+    assert cap > 256
+    auto = f"auto:{TUNED} --max-tokens-per-gpu auto"
+    load = f"--load {grown.folder}/checkpoints --ckpt-step 5 --ckpt-format torch"
+    full = tuned(train, f"{auto} {RECORDED} {load}", stand_ins=device(full_at=1), fails=True)
+    for (error,) in full.of_kind("error"):
+        assert (
+            f"Device memory ran out at --max-tokens-per-gpu {cap}, which auto had found: set {cap * 4 // 5}"
+            in error["text"]
+        )
+    again = tuned(train, f"{auto} --balance-record {full.folder}/record {load}", stand_ins=device())
+    assert longest_of(again) <= cap * 4 // 5

@@ -102,9 +102,9 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: Kep
     said = re.findall(
         r"peak device memory: (.*) GiB allocated, (.*) reserved\. .*--max-tokens-per-gpu (\d+) ", ran.log(0)
     )
-    # Both keep 12 of 80 GiB between steps, and others 5. Of 55 left below nine tenths the largest took 10, or 20.
+    # Both keep 12 of 80 GiB between steps, and others 5. Of 55 left below nine tenths torch reserved 18, or 28.
     largest = [max(m["tokens"] for step in steps[:4] for m in step) for steps in microbatches(ran)]
-    cap = min(largest[0] * 55 // 10, largest[1] * 55 // 20) // 128 * 128
+    cap = min(largest[0] * 55 // 18, largest[1] * 55 // 28) // 128 * 128
     assert said == [("32.0", "40.0", str(cap))]
     assert read_record(ran.folder / "record").measured_cap == cap
     assert [line["numbers"].get("balance/peak_GiB") for line in ran.of_kind("logged")[-1]] == [None] * 5 + [32.0]

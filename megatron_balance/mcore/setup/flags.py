@@ -54,9 +54,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-tokens-per-gpu",
-        type=int,
-        metavar="TOKENS",
-        help="Most tokens of a micro-batch on one GPU, over --context-parallel-size; a longer sample runs alone.",
+        type=_word_or_number("auto", is_valid=lambda _: True, error="neither auto nor a number of tokens"),
+        metavar="TOKENS|auto",
+        help="Most tokens of a micro-batch on one GPU, over --context-parallel-size; a longer sample runs alone. auto: "
+        "those of a stock micro-batch, raised in the first ten steps by what devices report, to nine tenths at most.",
     )
     add(
         "--balance-shape-bucket",
@@ -82,7 +83,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--no-balance-dynamic-cp", action="store_const", const=None, dest="balance_dynamic_cp", help="Take it back.")
     add(
         "--balance-cost",
-        type=_cost,
         metavar="tokens|flops|auto[:K]|FILE",
         help="The cost of a sample: its tokens (the default), the FLOPs of this run's model, or the seconds of a "
         "seconds.json (megatron-balance fit). auto: FLOPs, and after K steps (10) the seconds of the last ten, unless "
@@ -164,13 +164,6 @@ def _word_or_number(word: str, *, is_valid: Callable[[int], bool], error: str) -
     return value
 
 
-def _cost(text: str) -> str:
-    word, colon, number = text.partition(":")
-    if word == "auto" and colon and not (number.isdecimal() and int(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} names no number of steps: give auto:10, or auto for as many")
-    return text
-
-
 def _rate(text: str) -> float:
     if not 0 < float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid rate: give a number above 0, 1 for FLOPs")
@@ -217,6 +210,11 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
     flags.balance_choices = choices
     if flags.balance_loss_weighting is not None and hasattr(flags, "calculate_per_token_loss"):
         flags.calculate_per_token_loss = True  # other loops have built their model
+    # The tokens of a stock micro-batch are known to fit. Lengths may come later.
+    rows, tokens = options.get("micro_batch_size") or 1, options.get("seq_length") or 0
+    cp_size = options.get("context_parallel_size") or 1
+    if flags.max_tokens_per_gpu == "auto":
+        flags.max_tokens_per_gpu, flags.balance_auto_cap = -(-rows * tokens // cp_size), True
     if not flags.balance:
         return
     general = set(_objections(options))
@@ -233,14 +231,10 @@ def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
             setattr(flags, name, value)
             choices.append(f"{flag if value is True else f'{flag} {value}'} ({reason})")
 
-    if flags.use_dynamic_batch_size is not False:
-        # The tokens of a stock micro-batch are known to fit. Lengths may come later.
-        rows, tokens = options.get("micro_batch_size") or 1, options.get("seq_length")
-        cp_size = options.get("context_parallel_size") or 1
-        if tokens:
-            reason = f"as a stock micro-batch: --micro-batch-size {rows} times --seq-length {tokens}"
-            reason += f" over {cp_size} context-parallel ranks" if cp_size > 1 else ""
-            choose("max_tokens_per_gpu", -(-rows * tokens // cp_size), reason)
+    if flags.use_dynamic_batch_size is not False and tokens:
+        reason = f"as a stock micro-batch: --micro-batch-size {rows} times --seq-length {tokens}"
+        reason += f" over {cp_size} context-parallel ranks" if cp_size > 1 else ""
+        choose("max_tokens_per_gpu", -(-rows * tokens // cp_size), reason)
     choose("use_dynamic_batch_size", True, "samples share micro-batches, and padding is not computed")
     choose("balance_data", True, "samples move to ranks that would wait")
     if flags.use_dynamic_batch_size:

@@ -80,10 +80,12 @@ def nothing_balances(options: Options) -> bool:
     return not (options.get("use_dynamic_batch_size") or options.get("balance_data"))
 
 
-def tuned_steps(options: Options) -> int:
-    """The steps of `--balance-cost auto`; 0 for other costs."""
-    word, _, number = str(options.get("balance_cost")).partition(":")
-    return int(number or TUNED_STEPS) if word == "auto" else 0
+def autotuned(options: Options) -> tuple[int, tuple[str, ...]]:
+    """The steps that `auto` settings are found in, and what is found; 0 for nothing."""
+    match = re.fullmatch(r"auto(?::([1-9]\d*))?", str(options.get("balance_cost")))
+    finds_cap = options.get("balance_auto_cap") and options.get("use_dynamic_batch_size")
+    kinds = ("costs",) * bool(match) + ("cap",) * bool(finds_cap)
+    return int((match and match[1]) or TUNED_STEPS) * bool(kinds), kinds
 
 
 def holds(condition: str, options: Options) -> bool:
@@ -259,7 +261,7 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "delta_net": ((*_VARIANTS, *_PATTERNS), has_delta_net),
     "mamba": (_PATTERNS, _layers("M")),
     "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
-    "auto_costs": (("balance_cost",), lambda options: tuned_steps(options) > 0),
+    "autotuned": (("balance_cost", "balance_auto_cap"), lambda options: autotuned(options)[0] > 0),
     "stock_evaluation": (
         (),
         lambda options: options["balance_evaluation"] is False or options["balance_dynamic_cp"] is not None,

@@ -26,7 +26,7 @@ from megatron_balance.cost.rates import (
 from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
-from megatron_balance.mcore.setup.rules import Options, cautions, has_delta_net, holds, tuned_steps
+from megatron_balance.mcore.setup.rules import Options, autotuned, cautions, has_delta_net, holds
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import device_nbytes, ranks_of_node
@@ -78,7 +78,8 @@ class Settings:
     policy: str = ""
     row_tokens: int | None = None
     num_rows: int | None = None
-    tuned_steps: int = 0  # after which `--balance-cost auto` takes the costs of their seconds
+    tuned_steps: int = 0  # in which `tuned` settings are found: costs, cap
+    tuned: tuple[str, ...] = ()
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
     log_lines: tuple[str, ...] = field(default=(), repr=False)
@@ -93,6 +94,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     log_lines += costs.log_lines
     if topology.max_cp_size and options["balance_dynamic_cp"] == ALL_RANKS:
         log_lines.append(f"at most {topology.max_cp_size} ranks share a sample: each gets as many heads of its layers.")
+    num_tuned, tuned = autotuned(options)
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
         balances, reason = options["balance_evaluation"], ""
@@ -124,7 +126,8 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         policy=policy_of(options),
         row_tokens=options.get("seq_length") if _fills_rows(options) else None,
         num_rows=options.get("global_batch_size"),
-        tuned_steps=tuned_steps(options),
+        tuned_steps=num_tuned,
+        tuned=tuned,
         resumes=bool(options.get("load") and options.get("iteration")),
         log_lines=(
             *log_lines,
@@ -202,7 +205,7 @@ def run_costs(
 ) -> RunCosts:
     """The costs that balance flags choose; `cost` is one in place of FLOPs, `calibration` one of the run's own."""
     name = options.get("balance_cost") or "tokens"
-    if tuned_steps(options) and calibration is None:
+    if "costs" in autotuned(options)[1] and calibration is None:
         name = "flops"
     receiving = "receiving a token's keys and values from context-parallel ranks"
     stages: dict[str, Any] = {}
