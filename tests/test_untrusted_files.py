@@ -314,7 +314,8 @@ def unpickles(source: str) -> list[str]:
 def test_no_file_of_the_package_unpickles() -> None:
     files = sorted(Path(megatron_balance.__path__[0]).rglob("*.py"))
     assert len(files) > 60
-    assert not {file.name: calls for file in files if (calls := unpickles(file.read_text(encoding="utf-8")))}
+    calls = {file.name: found for file in files if (found := unpickles(file.read_text(encoding="utf-8")))}
+    assert calls == {"spmd.py": ["all_gather_object"]}  # AReaL's trajectories, which AReaL itself sends so
     for source in (
         "np.load(path)",
         "numpy.load(path, allow_pickle=True)",
