@@ -46,7 +46,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 ADAPTERS = DOCS / "adapters.md"
 GUIDE = DOCS / "read-the-code.md"
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-WRITTEN = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "patches" / "README.md", RESULTS, *PAGES]
+WRITTEN = [*ROOT.glob("*.md"), ROOT / "patches" / "README.md", RESULTS, *PAGES]
 
 NOT_RUN = {"adapters.md": 1, "quickstart.md": 2, "megatron.md": 5, "loops.md": 4, "cost-model.md": 1, "loaders.md": 2}
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU, another system."""

@@ -44,6 +44,7 @@ def test_public_names_exist_and_are_few() -> None:
 def test_versions_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert megatron_balance.__version__ == project["version"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## {project['version'].partition('.dev')[0]} " in (ROOT / "CHANGELOG.md").read_text()
     least = project["requires-python"].removeprefix(">=")  # fault: the README said another
     for page in ("README.md", "docs/quickstart.md"):
