@@ -252,10 +252,12 @@ def allowed_tokens(max_tokens: int) -> int:
     By the most that torch has reserved, and by what the device says that all else takes: NCCL, contexts, workspaces.
     """
     static = torch.cuda.memory_allocated()  # between steps: weights and optimizer
+    if not static:
+        return 0
     free, total = torch.cuda.mem_get_info()
     others = max(total - free - torch.cuda.memory_reserved(), 0)
     available = max(total * (1 - FREE_FRACTION) - others - static, 0)
-    return int(max_tokens * available / max(torch.cuda.max_memory_reserved() - static, 1)) if static else 0
+    return int(max_tokens * available / max(torch.cuda.max_memory_reserved() - static, 1))
 
 
 def largest_tokens(step: BalancedStep) -> int:

@@ -106,7 +106,8 @@ def test_sizes_planned_by_a_devices_rates_are_no_slower_than_by_flops(
         return schedule.metrics(cost_model=by_rates).predicted_cost
 
     flops = replace(CostModel.from_shape(shape, ep_size=topology.ep_size), per_microbatch=0)
-    assert seconds(by_rates) <= seconds(flops)
+    # Both are searches: one may find by chance what the other misses.
+    assert seconds(by_rates) <= 1.001 * seconds(flops)
 
 
 @pytest.mark.parametrize(("setup", "bar"), [(2, 1.03), (3, 1.05)])
