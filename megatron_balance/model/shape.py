@@ -9,7 +9,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +195,17 @@ class ModelShape:
         Raises:
             BalanceError: the file is missing, or describes layers that are not counted here or sizes that cannot be.
         """
-        fields, warning = fields_from_hf_config(config)
-        shape = cls(**fields)
+        sizes, warning = fields_from_hf_config(config)
+        shape = cls(**sizes)
         if warning:
             weights = calculate_fwd_flops([1], shape) / 2e9
             warnings.warn(f"{warning} A token passes {weights:.2f} billion of its weights.", stacklevel=2)
         return shape
+
+    @staticmethod
+    def presets() -> list[str]:
+        """Names that `preset` takes."""
+        return [*PRESETS]
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
@@ -218,6 +223,11 @@ class ModelShape:
                 "path of its config.json, from its page on Hugging Face (ModelShape.from_hf_config)."
             )
         return cls.from_hf_config(PRESETS[names[name.lower()]])
+
+    def __repr__(self) -> str:
+        """Without sizes that have their defaults."""
+        sizes = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        return f"ModelShape({', '.join(f'{name}={value!r}' for name, value, default in sizes if value != default)})"
 
     def layers(self) -> tuple[Layer, ...]:
         """The decoder's layers, first to last, then those of all multi-token-prediction depths.

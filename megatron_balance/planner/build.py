@@ -53,7 +53,7 @@ def balance(
     *,
     num_ranks: int,
     max_tokens: int,
-    model: ModelShape | CostModel | None = None,
+    model: ModelShape | CostModel | str | None = None,
     objective: str = "step",
     max_samples: int | None = None,
     num_microbatches: int | None = None,
@@ -66,7 +66,7 @@ def balance(
         lengths: `[num_samples]` tokens of each sample.
         num_ranks: data-parallel ranks.
         max_tokens: tokens that a micro-batch holds at most; a longer sample runs alone.
-        model: whose FLOPs are balanced, or a cost model; None to balance tokens.
+        model: whose FLOPs are balanced, or its name (`ModelShape.presets`), or a cost model; None to balance tokens.
         objective: `step` where ranks wait for one another once a step, `microbatch` where they do in every micro-batch
             (experts spread over ranks, FSDP).
         max_samples: samples that a micro-batch holds at most.
@@ -89,8 +89,10 @@ def balance(
     num_microbatches = None if num_microbatches is None else check_integer("num_microbatches", num_microbatches)
     check_kind("padded", padded, bool)
     check_kind("allow_empty", allow_empty, bool)
+    if isinstance(model, str):
+        model = ModelShape.preset(model)
     if model is not None and not isinstance(model, (ModelShape, CostModel)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BalanceError(f"model is {model!r}: it must be a ModelShape, a CostModel or None.")
+        raise BalanceError(f"model is {model!r}: it must be a ModelShape, its name, a CostModel or None.")
     if objective not in ("step", "microbatch"):
         raise BalanceError(f"objective is {objective!r}: it must be step or microbatch.")
     cost_model = CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens()

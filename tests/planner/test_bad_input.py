@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_balance import BalanceError, CostModel, Limits, Topology, balance, build_data_schedule
+from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology, balance, build_data_schedule
 
 GOOD = {"cost_model": CostModel.tokens(), "topology": Topology(2), "limits": Limits(16)}
 WRONG = st.one_of(
@@ -95,3 +95,12 @@ def test_sizes_beyond_int64_are_planned_or_refused():
         build_data_schedule([True, 3], **GOOD)
     with pytest.raises(BalanceError, match="image_patches"):
         build_data_schedule([1, 1], image_patches=[[2**30] * 8, [5]], **GOOD)
+
+
+def test_balance_takes_the_name_of_a_model() -> None:
+    shape = ModelShape.preset("Qwen3-8B")
+    lengths = [4096, 512, 300, 7000, 128, 2048, 900, 64]
+    by_name = balance(lengths, num_ranks=2, max_tokens=8192, model="Qwen3-8B")
+    assert by_name == balance(lengths, num_ranks=2, max_tokens=8192, model=shape)
+    with pytest.raises(BalanceError, match="no preset"):
+        balance([3], num_ranks=1, max_tokens=4, model="Qwen3-9000B")
