@@ -52,13 +52,14 @@ class SampleCosts:
 
     They have a row for each kind of chunk (`CostModel.stages`), as if all chunks were of this kind; one row without.
     `costs` are of the sample's own rank, `expert_costs` shared by its expert-parallel group, `image_costs` of the
-    encoder for all its images, and `per_microbatch` the fixed cost of a micro-batch.
+    encoder for all its images, `per_microbatch` the fixed cost of a micro-batch, and `gather` its least.
     """
 
     costs: NDArray[np.int64]  # [num_kinds, num_samples]
     expert_costs: NDArray[np.int64]  # [num_kinds, num_samples]
     image_costs: NDArray[np.int64]  # [num_kinds, num_samples], or [num_kinds, 0] without images
     per_microbatch: NDArray[np.int64]  # [num_kinds]
+    gather: NDArray[np.int64]  # [num_kinds]
     shift: int  # negative where kinds are told apart by fractions of a unit
 
 
@@ -70,6 +71,8 @@ class CostModel:
         linear: cost per token.
         quadratic: cost per squared token.
         per_microbatch: cost per micro-batch, independent of its samples (kernel launches, pipeline bubbles).
+        gather: cost of gathering a rank's weights, which FSDP does in every micro-batch while it computes: the least
+            that a micro-batch costs, `per_microbatch` included.
         expert_linear: cost per token of expert layers whose work the expert-parallel group shares.
         windows: pairs `(keys a query attends to, cost per squared token)` of layers with sliding-window or sparse
             attention.
@@ -93,6 +96,7 @@ class CostModel:
     linear: int = 0
     quadratic: int = 0
     per_microbatch: int = 0
+    gather: int = 0
     expert_linear: int = 0
     windows: tuple[tuple[int, int], ...] = ()
     cp_exchange: int = 0
@@ -219,6 +223,7 @@ class CostModel:
             self,
             linear=self.linear - (-self.cp_all_to_all * (cp_size - 1) // cp_size) + self.cp_all_gather * (cp_size - 1),
             per_microbatch=self.per_microbatch * cp_size,
+            gather=self.gather * cp_size,
             cp_exchange=0,
             cp_all_to_all=0,
             cp_all_gather=0,
@@ -294,7 +299,9 @@ class CostModel:
         sums = (np.zeros((0, 2)) if image_patches is None else image_patches).astype(object)
         images = np.stack([sums @ [kind.image_linear, kind.image_quadratic] for kind in kinds])
         launches = np.array([kind.per_microbatch for kind in kinds], dtype=object)
-        totals = (local + expert) @ np.bincount(inverse).astype(object) + images.sum(axis=1) + launches * lengths.size
+        gathers = np.array([kind.gather for kind in kinds], dtype=object)
+        totals = (local + expert) @ np.bincount(inverse).astype(object) + images.sum(axis=1)
+        totals += (launches + gathers) * lengths.size
         # Two bits are left for the ones that rounding up below may add.
         bits = STAGE_BITS if self.stages else 0
         shift = max(0, shift + bits, (int(totals.max()) * copies).bit_length() - (MAX_TOTAL_COST.bit_length() - 3))
@@ -307,6 +314,7 @@ class CostModel:
             scaled(expert)[:, inverse],
             scaled(images),
             scaled(launches, cp_size),
+            scaled(gathers, cp_size),
             shift - bits,
         )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -38,6 +37,7 @@ class SizedBatch:
     tokens: Ints  # [num_levels, num_samples] padded, on each of them
     cap: int  # tokens that a rank holds in one micro-batch
     per_microbatch: int  # fixed cost of a micro-batch on each of its ranks
+    gather: int  # its least cost there, that included
     dp_cp_size: int  # ranks that micro-batches are spread over
     ep_dp_size: int  # neighbouring ranks that share the work of experts
     waiting: Waiting  # which ranks wait for one another, beside those that share a micro-batch
@@ -89,6 +89,7 @@ class SizedBatch:
             waiting=replace(self.waiting, sync_size=max(self.waiting.sync_size // size, 1)),
             ep_dp_size=max(self.ep_dp_size // size, 1),
             per_microbatch=self.per_microbatch,
+            gather=self.gather,
             multiple=self.multiple if self.equal_counts else 1,
             kinds=tuple(kind.at_size(level) for kind in self.kinds),
         )
@@ -136,6 +137,7 @@ class SizedBatch:
             starts = np.arange(0, self.dp_cp_size, self.ep_dp_size)
             members = np.diff(starts, append=self.dp_cp_size)
             grid += (-(-np.add.reduceat(work, starts) // members[:, None])).repeat(members, axis=0)
+        grid = np.maximum(grid, self.gather)
         grid[cp_sizes == 0] = 0
         return grid
 
@@ -161,7 +163,8 @@ class SizedBatch:
 
     def lower_bound(self) -> int:
         """A time that no plan can beat."""
-        return self.waiting.at_least(self.min_work(), empty=self.per_microbatch)
+        work = max(self.min_work(), self.min_slots * self.gather)
+        return self.waiting.at_least(work, empty=self.per_microbatch)
 
     def min_work(self) -> int:
         """Work of the most loaded rank at least."""
@@ -279,7 +282,7 @@ def batch_of(problem: Problem) -> Batch | SizedBatch | ForestBatch:
 
     # [num_kinds, num_sizes, num_samples]
     local, expert = table([costs.costs for costs in scaled], 1), table([costs.expert_costs for costs in scaled], 1)
-    fixed, tokens = scaled[0].per_microbatch, table(padded)
+    fixed, tokens = np.stack([scaled[0].per_microbatch, scaled[0].gather], axis=1), table(padded)
     if ep_dp_size == 1:
         # An expert group inside one rank's tensor-parallel group shares nothing with other ranks.
         local, expert = local - (-expert // (sizes[:, None] if topology.dynamic_cp else 1)), np.zeros_like(expert)
@@ -288,14 +291,16 @@ def batch_of(problem: Problem) -> Batch | SizedBatch | ForestBatch:
         has_phases = peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
         local = np.concatenate([image_costs, local], axis=1) if has_phases else local + image_costs
 
-    def batch(local: Ints, expert: Ints, fixed: Any) -> Batch | SizedBatch:
+    def batch(local: Ints, expert: Ints, fixed: Ints) -> Batch | SizedBatch:
+        per_microbatch, gather = map(int, fixed)
         if topology.dynamic_cp:
             return SizedBatch(
                 local,
                 expert_cost=expert,
                 tokens=-(-tokens // sizes[:, None]),
                 cap=min(limits.max_tokens_per_gpu or 0, max(int(tokens[0].sum()), 1)),  # as good as none, in int64
-                per_microbatch=int(fixed),
+                per_microbatch=per_microbatch,
+                gather=gather,
                 dp_cp_size=topology.dp_cp_size,
                 ep_dp_size=ep_dp_size,
                 waiting=peers,
@@ -313,14 +318,15 @@ def batch_of(problem: Problem) -> Batch | SizedBatch | ForestBatch:
             num_ranks=topology.dp_size,
             waiting=peers,
             ep_dp_size=ep_dp_size,
-            per_microbatch=int(fixed),
+            per_microbatch=per_microbatch,
+            gather=gather,
             multiple=topology.microbatch_multiple,
             shift=shift,
         )
 
     chunks = [kind for stage in pipeline.kinds for kind in stage] or [0]
     mean = batch(*(kinds[chunks].sum(axis=0) // len(chunks) for kinds in (local, expert, fixed)))
-    return mean if stages is None else replace(mean, kinds=tuple(map(batch, local, expert, fixed.tolist())))
+    return mean if stages is None else replace(mean, kinds=tuple(map(batch, local, expert, fixed)))
 
 
 def _waiting_and_stages(problem: Problem) -> tuple[Waiting, StageCosts | None]:

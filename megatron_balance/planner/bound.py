@@ -177,4 +177,5 @@ def min_time_of_forest(batch: ForestBatch) -> int:
         needed = int(np.maximum(by_tokens, copies(costs, time - path_costs)) @ work) + fixed_work
         low, high = (low, time) if needed <= time * ends.num_ranks else (time + 1, high)
     fixed = ends.per_microbatch
-    return ends.waiting.at_least(low + slots * fixed, empty=fixed, longest=largest + fixed)
+    work = max(low + slots * fixed, slots * ends.gather)
+    return ends.waiting.at_least(work, empty=fixed, longest=largest + fixed)

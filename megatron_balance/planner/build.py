@@ -255,12 +255,12 @@ def build_data_schedule(
                 f"number must be a multiple of {topology.microbatch_multiple}. Give such a number, or raise {limits}."
             )
         if (
-            int(alone.costs.sum() + alone.expert_cost.sum()) + cp_sizes.size * (alone.per_microbatch + 1)
+            int(alone.costs.sum() + alone.expert_cost.sum()) + cp_sizes.size * (alone.per_microbatch + alone.gather + 1)
             >= MAX_TOTAL_COST
         ):
             raise BalanceError(
-                f"CostModel.per_microbatch is {fixed}: with {cp_sizes.size} micro-batches costs exceed 2**62. "
-                "Divide all coefficients by the same number."
+                f"CostModel.per_microbatch is {fixed} and gather {cost_model.gather}: with {cp_sizes.size} "
+                "micro-batches costs exceed 2**62. Divide all coefficients by the same number."
             )
         if homes is not None and move_samples:
             microbatch_of = keep_local(

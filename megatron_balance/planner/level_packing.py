@@ -74,6 +74,7 @@ class Batch:
     waiting: Waiting  # which of them wait for one another
     ep_dp_size: int = 1  # neighbouring ranks that share the work of experts
     per_microbatch: int = 0  # fixed cost of a micro-batch, an empty one included
+    gather: int = 0  # least cost of its last phase, that included: the time of gathering weights
     multiple: int = 1  # the number of micro-batches is a multiple of this
     shift: int = 0  # costs are in units of 2**shift of the cost model's
     kinds: tuple[Batch, ...] = ()  # the samples as if all chunks of a pipeline were of each kind, where they differ
@@ -119,7 +120,7 @@ class Batch:
         return replace(self, weights=weights, cap=self.cap * max_samples)
 
     def loads(self, bin_of: Ints, num_slots: int) -> Ints:
-        """Cost of every bin without `per_microbatch`, with an even share of its expert-parallel group's work.
+        """Cost of every bin with `per_microbatch` and an even share of its expert-parallel group's work, or `gather`.
 
         For `(group * num_slots + slot) * sync_size + column` of each sample `[num_phases, num_groups, num_slots,
         sync_size]`, rounded up.
@@ -131,22 +132,23 @@ class Batch:
             work = work.reshape(num_slots, -1, self.ep_dp_size).sum(axis=2)
             share = (-(-work // self.ep_dp_size)).repeat(self.ep_dp_size, axis=1)
             loads[-1] += share.reshape(num_slots, self.num_groups, self.sync_size).swapaxes(0, 1)
+        loads[-1] = np.maximum(loads[-1] + self.per_microbatch, self.gather)
         return loads
 
     def slot_times(self, bin_of: Ints, num_slots: int) -> Ints:
         """`[num_groups, num_slots]`: a slot lasts as long as its most loaded bin, in each phase."""
-        return self.loads(bin_of, num_slots).max(axis=3).sum(axis=0) + self.per_microbatch
+        return self.loads(bin_of, num_slots).max(axis=3).sum(axis=0)
 
     def cost_grid(self, microbatch_of: Ints, cp_sizes: Ints) -> Ints:
         """Cost of every micro-batch, `[num_ranks, num_microbatches]`. Of `cp_sizes` only the shape matters."""
-        return self._rank_loads(microbatch_of, cp_sizes.shape[1]).sum(axis=0) + self.per_microbatch
+        return self._rank_loads(microbatch_of, cp_sizes.shape[1]).sum(axis=0)
 
     def time(self, microbatch_of: Ints, cp_sizes: Ints) -> int:
         """Predicted time of the step, in the units of the costs; arguments as for `cost_grid`."""
         num_slots, times = cp_sizes.shape[1], list[Ints]()
         for kind in self.kinds or (self,):
             loads = kind._rank_loads(microbatch_of, num_slots).reshape(len(kind.costs), -1, self.sync_size, num_slots)
-            times.append(loads.max(axis=2).sum(axis=0) + kind.per_microbatch)
+            times.append(loads.max(axis=2).sum(axis=0))
         return int(self.waiting.times(np.stack(times, axis=1)).max())
 
     def _rank_loads(self, microbatch_of: Ints, num_slots: int) -> Ints:
@@ -168,7 +170,8 @@ class Batch:
         """A time that no plan with this many micro-batches or more can beat."""
         work, longest = self.min_work + num_slots * self.per_microbatch, bound.largest_sample(self)
         least = self.waiting.at_least(work, empty=self.per_microbatch, longest=longest + self.per_microbatch)
-        return max(least, bound.slowest_stage(self, num_slots))
+        gathered = self.waiting.at_least(num_slots * self.gather, empty=0)
+        return max(least, gathered, bound.slowest_stage(self, num_slots))
 
     def lower_bound(self) -> int:
         """A time that no plan which may move samples can beat."""

@@ -44,11 +44,13 @@ class LocalSearch:
         kinds, num_bins = batch.kinds or (batch,), batch.num_ranks * num_slots
         # Costs by kind of chunk, or by phase, of which the last has the work of experts.
         local = np.concatenate([kind.costs for kind in kinds])
-        expert, self._per_microbatch = np.zeros_like(local), np.zeros((len(local), 1, 1), dtype=np.int64)
+        expert = np.zeros_like(local)
+        self._per_microbatch, self._gather = np.zeros((2, len(local), 1, 1), dtype=np.int64)
         last = slice(len(batch.costs) - 1, None, len(batch.costs))
         # Single ranks of an expert group even out what they share as if it were local.
         (expert if batch.sync_size > 1 else local)[last] += [kind.expert_cost for kind in kinds]
         self._per_microbatch[last, 0, 0] = [kind.per_microbatch for kind in kinds]
+        self._gather[last, 0, 0] = [kind.gather for kind in kinds]
         samples = np.concatenate([local, expert, batch.weights[None], np.ones((1, bin_of.size), dtype=np.int64)])
         self._samples = np.concatenate([samples, np.zeros((len(samples), num_bins), dtype=np.int64)], axis=1)
         self._bins: Ints = np.concatenate([bin_of, np.arange(num_bins)])  # of samples, and of each bin's ghost
@@ -99,7 +101,7 @@ class LocalSearch:
         if 1 < ep_dp_size <= self.batch.sync_size:
             shared = experts.reshape(*experts.shape[:-1], -1, ep_dp_size).sum(axis=-1)
             loads = loads + (-(-shared // ep_dp_size)).repeat(ep_dp_size, axis=-1)
-        return loads.max(axis=-1) + self._per_microbatch
+        return np.maximum(loads.max(axis=-1) + self._per_microbatch, self._gather)
 
     def _exchange_slots(self, group: int) -> None:
         first, second = self._draw()[:, :_PAIRS] % self.num_slots

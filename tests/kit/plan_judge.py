@@ -111,7 +111,10 @@ class Batch:
                 share = -(-sum(self.shared[i] for i in ids) // span)
                 for rank in range(first, first + span):
                     grid[rank][slot] += share
-        return grid
+        # Weights are gathered meanwhile, and images run before.
+        gather, has_phases = self.cost_model.gather, bool(self.patches)
+        assert not (gather and has_phases), "the judge has no gather behind images"
+        return [[max(cost, gather) for cost in slots] for slots in grid]
 
     def time(self, ranks: Slots) -> int:
         """Time of the slowest ranks, for samples on `ranks[dp_rank][slot]`."""

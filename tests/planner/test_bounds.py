@@ -18,6 +18,8 @@ COST_MODELS = [
     CostModel(linear=5, quadratic=1),
     CostModel(linear=2, quadratic=1, per_microbatch=20),
     CostModel(linear=3, expert_linear=9, per_microbatch=4),
+    CostModel(linear=2, quadratic=1, per_microbatch=7, gather=60),
+    CostModel(linear=3, expert_linear=9, gather=40),
 ]
 TOPOLOGIES = {
     "step": [Topology(2), Topology(3), Topology(2, ep_size=2)],
@@ -72,7 +74,8 @@ def test_no_assignment_beats_the_bound_and_no_plan_beats_brute_force(objective, 
     schedule = plan(lengths, cost_model=model, topology=topology, limits=limits, objective=objective)
     batch = Batch.of(schedule)
     # More micro-batches than samples only add dummies.
-    for num_microbatches in range(1, 5 // topology.dp_size + 1):
+    step = topology.microbatch_multiple
+    for num_microbatches in range(step, max(5 // topology.dp_size, step) + 1, step):
         best = best_by_brute_force(batch, num_microbatches)
         if best is not None:
             assert schedule.lower_bound <= best
@@ -191,3 +194,12 @@ def test_stages_take_the_time_of_their_chunks(vpp_size, ranks):
     assert schedule.predicted_cost < 0.99 * blind.metrics(cost_model=staged).predicted_cost
     with pytest.raises(BalanceError, match=r"CostModel.stages has 4 stages of \d chunks: Topology.pp_size is 2"):
         build_data_schedule(lengths, cost_model=staged, topology=Topology(4, pp_size=2), limits=Limits(8192))
+
+
+def test_weights_that_every_micro_batch_gathers_make_fewer_and_fuller_ones():
+    lengths = np.random.default_rng(3).lognormal(6.5, 1.2, 64).astype(np.int64).clip(16, 8000)
+    free = CostModel(linear=44_000, quadratic=1)
+    gathered, topology = replace(free, gather=2 * 10**9), Topology(4, fully_sharded=True)
+    plans = [plan(lengths, cost_model=model, topology=topology, limits=Limits(8192)) for model in (free, gathered)]
+    assert [schedule.num_microbatches for schedule in plans] == [4, 3]
+    assert plans[1].predicted_cost == plans[1].lower_bound == 3 * gathered.gather

@@ -18,6 +18,7 @@ COST_MODELS = [
     CostModel(linear=1000, quadratic=1, per_microbatch=50_000, cp_exchange=10),
     CostModel(linear=7, quadratic=1, expert_linear=50, windows=((16, 3),), cp_exchange=7),
     CostModel(per_microbatch=5),
+    CostModel(linear=10, quadratic=1, per_microbatch=50, gather=3000, cp_exchange=5),
     # More to receive than to compute: a larger size never pays.
     CostModel(linear=1, cp_exchange=5),
     # Costs beyond int64 before they are scaled.
