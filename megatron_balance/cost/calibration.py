@@ -1,4 +1,4 @@
-"""Seconds of a recorded run as a cost model: the fit, and the file seconds.json.
+"""Fits a cost model to the seconds of a recorded run, and reads and writes it as seconds.json.
 
     seconds = per_microbatch + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 

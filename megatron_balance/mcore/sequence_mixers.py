@@ -1,4 +1,4 @@
-"""What Megatron's modules read of context parallelism, by kind of module: switched to the group of a micro-batch.
+"""Switches attention, delta nets and Mamba to the context-parallel group of the micro-batch that runs.
 
 They read it from what they were built with; PackedSeqParams carry the group to attention kernels alone. A hook of each
 module's forward enters the context, also when its activations are recomputed. Autograd functions keep

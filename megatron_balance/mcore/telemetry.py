@@ -1,4 +1,4 @@
-"""What a run says of itself: figures in the log and Megatron's writers, alarms, device memory, and the record.
+"""Reports a run: figures in the log and Megatron's writers, alarms, device memory, and the record.
 
 Nothing here sends a message: seconds and memory travel in the header by which ranks gather lengths two steps later. The
 first rank of the world logs and records plans, the first of every model replica (with `--balance-dynamic-cp` of every

@@ -1,4 +1,4 @@
-"""What no plan beats: bounds on the work of the slowest sync group, and on the micro-batches of every rank.
+"""Lower bounds of plans: on the work of the slowest sync group, and on the micro-batches of every rank.
 
 Each is sound on integers, never above the best plan:
 

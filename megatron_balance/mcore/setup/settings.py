@@ -1,4 +1,4 @@
-"""The settings of a balanced run, read once from its options: Megatron's and the balance flags by name (`rules.py`)."""
+"""Reads the settings of a balanced run once, from Megatron's options and the balance flags by name (`rules.py`)."""
 
 from __future__ import annotations
 
