@@ -17,7 +17,7 @@ help:
 
 .venv/.installed: pyproject.toml constraints.txt
 	@if ! $(PYTHON) -c '' 2>/dev/null; then \
-		python=$$(scripts/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv --clear .venv; \
+		python=$$(.ci/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv --clear .venv; \
 	fi
 	@echo "Installing PyTorch and Megatron Core, about 5 GB to download"
 	@$(PYTHON) -m pip install --constraint constraints.txt --editable '.[megatron,dev,report]' \
@@ -28,10 +28,10 @@ quickstart: .venv
 	PYTHONPATH=tests/kit $(PYTHON) scripts/quickstart.py
 
 test: .venv
-	scripts/test
+	.ci/test
 
 test-all: test
-	scripts/test rest
+	.ci/test rest
 
 lint: .venv
 	$(PYTHON) -m ruff check .

@@ -23,7 +23,7 @@ collect_ignore = [
 # The same examples in every run; `make test-all` explores others. Machines are shared: no example has a deadline.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("exploring", deadline=None)
-# For scripts/mutants.py, which asks whether a test fails, not for the smallest example.
+# For .ci/mutants.py, which asks whether a test fails, not for the smallest example.
 settings.register_profile("first", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("exploring" if os.environ.get("MEGATRON_BALANCE_EXPLORE") else "repeatable")
 

@@ -197,14 +197,14 @@ def test_a_heading_with_a_flag_has_two_anchors() -> None:
 
 @pytest.mark.parametrize("name", MADE_PAGES)
 def test_pages_made_from_code_are_todays(name: str) -> None:
-    assert (DOCS / name).read_text() == MADE_PAGES[name](), "stale: run python scripts/make_pages.py"
+    assert (DOCS / name).read_text() == MADE_PAGES[name](), "stale: run python .ci/make_pages.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_flags_that_are_named_exist(page: Path) -> None:
     """R55, R58: the example for AReaL is one."""
     text = page.read_text()
-    named = re.findall(r"`((?:scripts|docs|tests|benchmarks|patches|megatron_balance)/[\w./-]+)", text)
+    named = re.findall(r"`((?:scripts|\.ci|docs|tests|benchmarks|patches|megatron_balance)/[\w./-]+)", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
     known = set(add_balance_args(argparse.ArgumentParser())._option_string_actions)
     assert page == ADAPTERS or set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", text)) <= known

@@ -124,7 +124,7 @@ def test_every_row_was_recorded_in_every_reviewed_release(package: Package) -> N
         assert set(recorded) == {row.target for row in package.rows_of(version)}
 
 
-REVIEWED = Path(__file__).parents[1] / "scripts" / "drift" / "irrelevant_options.txt"
+REVIEWED = Path(__file__).parents[1] / ".ci" / "drift" / "irrelevant_options.txt"
 
 NOT_IN_EVERY_RELEASE = {
     # up to 0.17

@@ -66,7 +66,7 @@ def test_find_python_passes_over_a_shim_that_fails(tmp_path: Path) -> None:
     shim.write_text("#!/bin/sh\necho broken shim >&2\nexit 127\n")
     shim.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = ROOT / "scripts" / "find_python.sh"
+    script = ROOT / ".ci" / "find_python.sh"
     found = subprocess.run([script], capture_output=True, text=True, check=True, env=environment)
     assert "broken shim" not in found.stderr
     code = "import sys; print(sys.version_info >= (3, 12))"

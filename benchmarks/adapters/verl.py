@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.typing import NDArray
 
-# verl asks for a platform; the one for the CPU is in scripts/upstream.
+# verl asks for a platform; the one for the CPU is in .ci/upstream.
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform"}
-sys.path.append(str(Path(__file__).parents[2] / "scripts" / "upstream"))
+sys.path.append(str(Path(__file__).parents[2] / ".ci" / "upstream"))
 
 import torch
 from tensordict import TensorDict

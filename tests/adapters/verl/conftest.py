@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-UPSTREAM = str(Path(__file__).parents[3] / "scripts" / "upstream")
+UPSTREAM = str(Path(__file__).parents[3] / ".ci" / "upstream")
 
 if importlib.util.find_spec("tensordict") is not None:
     os.environ["VERL_PLATFORM"] = "cpu"

@@ -20,10 +20,10 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 root=$PWD checkout=$(cd "${1:?give a checkout}" && pwd)
 shift
-export PYTHONPATH=$root/scripts/upstream PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 WANDB_MODE=disabled
+export PYTHONPATH=$root/.ci/upstream PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 WANDB_MODE=disabled
 
 check_megatron() {
-    scripts/adapter_env.sh megatron scripts/upstream/megatron.txt
+    .ci/adapter_env.sh megatron .ci/upstream/megatron.txt
     local python=$root/.venv-megatron/bin/python name work helpers includes
     name=$(git -C "$checkout" describe --tags --always 2>/dev/null || basename "$checkout")
     work=$root/build/upstream/megatron-$name
@@ -48,7 +48,7 @@ build_extension() {
 }
 
 check_slime() {
-    scripts/adapter_env.sh upstream-slime scripts/upstream/slime.txt --with-dependencies
+    .ci/adapter_env.sh upstream-slime .ci/upstream/slime.txt --with-dependencies
     for patch in patches/slime/*/*.patch; do git -C "$checkout" apply --check "$root/$patch"; done
     run() {
         PYTHONPATH=$PYTHONPATH:$checkout "$root/.venv-upstream-slime/bin/python" -m pytest --noconftest \
@@ -68,7 +68,7 @@ check_nemo_rl() { NEMO_RL_CHECKOUT=$checkout .venv/bin/python -m pytest -m check
 
 # environment NAME: that of an adapter's tests, with the checkout in place of the release, from a copy: builds write into it.
 environment() {
-    scripts/adapter_env.sh "upstream-$1" "tests/adapters/$1/requirements.txt"
+    .ci/adapter_env.sh "upstream-$1" "tests/adapters/$1/requirements.txt"
     local work=$root/build/upstream/$1
     rm -rf "$work"
     mkdir -p "$work"
@@ -96,7 +96,7 @@ check_bridge() {
 }
 
 check_areal() {
-    scripts/adapter_env.sh areal
+    .ci/adapter_env.sh areal
     local python=$root/.venv-areal/bin/python bin=$root/build/areal-bin
     # A torchrun whose ranks are hooked and speak gloo.
     mkdir -p "$bin"
@@ -104,7 +104,7 @@ check_areal() {
 #!/usr/bin/env bash
 options=()
 while [[ \$1 == -* ]]; do options+=("\$1"); shift; done
-exec "$python" -m torch.distributed.run "\${options[@]}" "$root/scripts/upstream/areal_plugin.py" "\$@"
+exec "$python" -m torch.distributed.run "\${options[@]}" "$root/.ci/upstream/areal_plugin.py" "\$@"
 SH
     chmod +x "$bin/torchrun"
     export PYTHONPATH=$PYTHONPATH:$checkout PATH=$bin:$PATH
@@ -118,7 +118,7 @@ SH
 
 # PARTITION_TESTS=FILE names a copy of tests/test_partition_results.py (pull request 109), which no checkout has.
 check_torchspec() {
-    scripts/adapter_env.sh upstream-torchspec scripts/upstream/torchspec.txt --with-dependencies
+    .ci/adapter_env.sh upstream-torchspec .ci/upstream/torchspec.txt --with-dependencies
     local files=(${PARTITION_TESTS:+"$PARTITION_TESTS"} tests/test_data_fetcher.py tests/test_capacity_handling.py)
     run() {
         PYTHONPATH=$PYTHONPATH:$checkout "$root/.venv-upstream-torchspec/bin/python" -m pytest -p no:cacheprovider \
@@ -133,7 +133,7 @@ check_torchspec() {
 }
 
 check_recsys() {
-    scripts/adapter_env.sh recsys
+    .ci/adapter_env.sh recsys
     local examples=$checkout/examples work=$root/build/upstream/recsys python=$root/.venv-recsys/bin/python port=29700
     mkdir -p "$work"
     for patch in patches/recsys-examples/*/*.patch; do

@@ -64,7 +64,7 @@ def _check(place: Path, *, accept: bool) -> int:
     for finding in findings:
         print(f"  {'BROKEN' if finding.broken else 'differs'}  {finding.target} {finding.says}")
     print(
-        "Read these in both releases; mend what relies on them, or scripts/drift/relied.txt; run scripts/check "
+        "Read these in both releases; mend what relies on them, or .ci/drift/relied.txt; run scripts/check "
         "versions; then record them: scripts/check drift --accept"
     )
     return 1

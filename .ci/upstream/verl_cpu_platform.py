@@ -1,6 +1,6 @@
 """A CPU platform for verl, by verl's own way in for other hardware: for tests on machines without a GPU.
 
-VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu_platform PYTHONPATH=scripts/upstream python ...
+VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu_platform PYTHONPATH=.ci/upstream python ...
 """
 
 import numpy as np

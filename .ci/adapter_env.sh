@@ -2,7 +2,7 @@
 # Makes .venv-NAME on top of .venv, in an environment of its own so that no two systems' pins clash: what .venv has
 # (torch, pytest, this package) is seen through a .pth file and not installed twice; what the requirements pin comes first.
 #
-#   scripts/adapter_env.sh NAME [REQUIREMENTS [--with-dependencies]]
+#   .ci/adapter_env.sh NAME [REQUIREMENTS [--with-dependencies]]
 #
 # NAME: a folder of tests/adapters, or any name for a file given. Without dependencies, what the packages need beyond
 # .venv is listed in the file, one by one.

@@ -1,0 +1,158 @@
+"""Writes docs/flags.md and docs/options.md from the code: `python .ci/make_pages.py` after a change of either.
+
+tests/test_docs.py compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "training"))
+from table import DYNAMIC_CP, ROWS, Row
+
+from megatron_balance.cli import build_parser
+from megatron_balance.mcore.setup.flags import add_balance_args, parse_flags
+from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule, dynamic_cp_problem
+
+_FLAGS = """\
+# Flags
+
+Made from the parsers by `.ci/make_pages.py`.
+
+## In training
+
+They go among Megatron's own flags, in any order. Without one of them a run is stock.
+"""
+_MODELS = """\
+# Models and tests
+
+Made from `tests/training/table.py` by `.ci/make_pages.py`. A name in a cell is that of a run whose losses, gradient
+norms, evaluations and log equal a stock run of its layout by the number format: `NAME` is the test
+`tests/training/test_matrix.py::test_equals_stock[NAME]`. Shapes are small, kernels that need a GPU have stand-ins on
+the CPU, and no run has used a GPU. Losses of routers are equal as far as
+[their caution](options.md#cautions) says. [Models](models.md) has what is counted, and what else is refused.
+"""
+_OPTIONS = """\
+# Megatron's options
+
+Made from `megatron_balance/mcore/setup/rules.txt` by `.ci/make_pages.py`. Where conditions stand side by
+side, all must hold; `/` is any of them.
+
+In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
+
+- what is **refused** ends the run right after parsing, or before its first step, with an error that names the option,
+  the value and the remedy;
+- a **caution** is printed once, and the run balances; so is what no test has run **on a GPU**.
+
+Every other option of Megatron trains and balances as it is: `.ci/drift/irrelevant_options.txt` lists those that
+were reviewed, and `scripts/check drift` fails where a supported release has an option in neither list.
+"""
+
+
+def flags_page() -> str:
+    """Every flag in training and of every command."""
+    lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
+    lines += ["What is refused, before anything is initialised:", ""]
+    lines += [f"- {_condition(rule)}: {rule.message}" for rule in RULES if rule.subject == FLAG_RULES]
+    lines += ["", "What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        lines += [f"## megatron-balance {name}", "", command.description, "", *_tables(command)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A table of all flags, a row of its own for the name of a group."""
+    formatter = parser._get_formatter()
+    yield from ("| flag | meaning |", "|---|---|")
+    for group in parser._action_groups:
+        actions = [
+            action
+            for action in group._group_actions
+            if not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS
+        ]
+        if actions and group.title not in ("positional arguments", "options", "balance"):
+            yield f"| **{group.title}** | |"
+        for action in actions:
+            # argparse's own text: it fills defaults in and writes the value as --help does.
+            flag = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+            value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+            heading = f"{flag} {value}".strip() if action.option_strings else flag
+            meaning = formatter._expand_help(action) if action.help else ""
+            yield f"| `{_cell(heading)}` | {_cell(_with_default(meaning, action))} |"
+    yield ""
+
+
+def _with_default(meaning: str, action: argparse.Action) -> str:
+    """The default, where the text does not say it and there is one."""
+    named = "default" in meaning or isinstance(action, argparse._StoreTrueAction | argparse._StoreFalseAction)
+    return meaning if named or action.default in (None, []) else f"{meaning.rstrip('.')}. Default: `{action.default}`."
+
+
+def options_page() -> str:
+    """What becomes of Megatron's options that a rule names."""
+    lines = [_OPTIONS]
+    for subject, rules in itertools.groupby(RULES, key=lambda rule: rule.subject):
+        if subject != FLAG_RULES:
+            title = subject if subject in (CAUTIONS, UNTRIED) else f"Refused: {subject.lower()}"
+            lines += [f"## {title}", "", "| where | says |", "|---|---|"]
+            lines += [f"| {_cell(_condition(rule))} | {_cell(rule.message)} |" for rule in rules] + [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _condition(rule: Rule) -> str:
+    return ", ".join(term.words.removesuffix("!=None") for term in rule.terms)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def models_page() -> str:
+    """For each model which test shows what, or why it is refused."""
+    models: dict[str, list[Row]] = {}
+    for row in ROWS:
+        for name in _models(row):
+            models.setdefault(name, []).append(row)
+    lines = [
+        _MODELS,
+        "| model | packed, moved, by FLOPs | evaluation | dynamic sizes | loss weightings |",
+        "|---|---|---|---|---|",
+    ]
+    for name, rows in models.items():
+        weighted = [row for row in rows if "--balance-loss-weighting" in row.balance]
+        plain = [row for row in rows if not row.dynamic and row not in weighted]
+        cells = [plain, [row for row in plain if row.evaluates], [row for row in rows if row.dynamic], weighted]
+        shown = [_tests(cell) for cell in cells]
+        if not cells[2]:
+            options, _ = parse_flags(f"{rows[0].stock} {DYNAMIC_CP}".split(), with_megatron=True)
+            problem = dynamic_cp_problem(vars(options))
+            shown[2] = "not tested" if problem is None else f"refused: {_cell(problem)}"
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _models(row: Row) -> list[str]:
+    names = {"dense": "dense attention, as Llama and Qwen3", "moe": "mixture of experts"}
+    predicts = "mtp" in row.flags
+    model = row.model or "dense"
+    shown = [] if predicts and model in names else [names.get(model, model)]
+    return shown + (["multi-token prediction"] if predicts else [])
+
+
+def _tests(rows: list[Row]) -> str:
+    names = [f"`{row.layout}-{row.name}`" for row in rows]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more or "not tested"
+
+
+PAGES = {"models-tested.md": models_page, "flags.md": flags_page, "options.md": options_page}
+"""Name of a page in docs/ → what it says."""
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (Path(__file__).parents[1] / "docs" / name).write_text(page(), encoding="utf-8")
