@@ -2,12 +2,12 @@
 
     seconds of micro-batches, memory of devices → rank 0 → costs, a cap → all ranks → the plan of the next step
 
-As such a step ends its ranks send what they measured, while no thread prepares the next one. Rank 0 decides and all
-ranks take its answer, by its data-parallel group and then in each model replica.
+As such a step ends all ranks send what they measured to rank 0, while no thread prepares the next one. It decides, and
+all take its answer.
 
 Invariants: all ranks take the same integers between the same two steps; what was found is in every checkpoint, and
 until then what it is found from, so that a run that is killed goes on as it would have; what fails on rank 0 leaves the
-settings as they are.
+settings as they are, and ends the search.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.setup.rules import TUNED_STEPS
-from megatron_balance.mcore.setup.settings import RunCosts, Settings, bucketed_limits
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.telemetry import allowed_tokens, largest_tokens, run_info
 from megatron_balance.planner import build_data_schedule
 from megatron_balance.record import RunRecord, StepRecord, line_of, step_of, text_of
 from megatron_balance.record.fit import fit_record
-from megatron_balance.runtime.comm import all_gather_row
-from megatron_balance.runtime.failure import Failure, attempt, broadcast_text
+from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.log import log_info, warn_once
 
 STATE = "megatron_balance_state"
@@ -55,26 +54,16 @@ record with `nanoseconds`, from which they are found."""
 
 
 class Autotuner:
-    """Finds the settings of a run; every rank makes one.
+    """Finds the settings of a run; every rank makes one, and those that lead their model replicas report seconds.
 
-    `leaders` is the group of the ranks that lead their model replicas, None elsewhere; `replica` those of this rank's,
-    None for this one alone. `costs_of` makes costs of a `calibration`; in `folder` a cap is left that was too large.
+    In the folder of the record, or of checkpoints, a cap is left that was too large.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        leaders: dist.ProcessGroup | None,
-        replica: dist.ProcessGroup | None,
-        costs_of: Callable[..., RunCosts],
-        args: Namespace | None,
-        folder: str | None,
-    ) -> None:
-        self._settings, self._costs_of, self._args = settings, costs_of, args
-        self._leaders, self._replica, self._decides = leaders, replica, dist.get_rank() == 0
+    def __init__(self, settings: Settings, *, leads_replica: bool, args: Namespace | None) -> None:
+        self._settings, self._leads_replica, self._args = settings, leads_replica, args
         self._first_cap = settings.limits.max_tokens_per_gpu or 0
         self._most = sys.maxsize
+        folder = settings.record or getattr(args, "save", None)
         self._file = None if folder is None else Path(folder) / "out_of_memory.txt"
         self._state: State = {}
         self._newest = self._max_tokens = 0
@@ -82,7 +71,7 @@ class Autotuner:
     def begin(self, iteration: int) -> Settings:
         """The settings of a step."""
         if not self._state:
-            self._agree(lambda: self._first_state(iteration), otherwise={"end": 0})
+            self._agree(lambda: self._first_state(iteration))
         return self._settings
 
     def measures(self, iteration: int) -> bool:
@@ -92,29 +81,28 @@ class Autotuner:
     def end(self, step: BalancedStep, *, iteration: int, seconds: NDArray[np.float64] | None) -> Settings:
         """The settings after a step; `[num_microbatches]` seconds of this rank, where they were measured."""
         self._newest, self._max_tokens = iteration, max(self._max_tokens, largest_tokens(step))
-        schedule, rows = step.schedule, np.array([[allowed_tokens(self._max_tokens)]])
-        if self._replica is not None:
-            rows = all_gather_row(rows[0], group=self._replica, operation="the memory of all ranks (gather)")
-        if self._leaders is not None and schedule is not None:
-            row = np.zeros(1 + schedule.cp_size_grid.shape[1], dtype=np.int64)
-            row[0] = rows.min()
-            if seconds is not None and len(seconds) == step.num_microbatches:
-                row[1 : 1 + len(seconds)] = seconds * 1e9
-            rows = all_gather_row(row, group=self._leaders, operation="the seconds of all ranks (gather)")
+        nanoseconds: list[int] = []
+        if seconds is not None and len(seconds) == step.num_microbatches:
+            nanoseconds = (seconds * 1e9).astype(int).tolist()
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (allowed_tokens(self._max_tokens), self._leads_replica, nanoseconds))
 
         def decide() -> State:
+            schedule = step.schedule
             assert schedule is not None, "rank 0 plans"
             grid, state = np.zeros_like(schedule.cp_size_grid), self._state.copy()
-            grid[:: len(grid) // len(rows)] = rows[:, 1:]  # of the first context-parallel rank of each replica
+            rows = [row for _, leads_replica, row in reports if leads_replica]
+            for index, row in enumerate(rows):  # of the first context-parallel rank of each replica
+                grid[index * len(grid) // len(rows), : len(row)] = row
             line = line_of(StepRecord.from_schedule(schedule, iteration=iteration)) | {"nanoseconds": grid.ravel()}
             state["steps"] = [*state["steps"], text_of(line).decode()]
-            largest = min(int(rows[:, 0].min() * (1 - NOISE)), self._most)
+            largest = min(int(min(tokens for tokens, *_ in reports) * (1 - NOISE)), self._most)
             if "cap" in state and iteration > 1:  # before the first one ends the optimizer has no state
                 # Half of the way: what takes more than its share of memory shows in time.
                 state["cap"] = max(min((state["cap"] + largest) // 2, largest), self._first_cap)
             return state if iteration < state["end"] else self._last_state(state)
 
-        self._agree(decide, otherwise=self._state)
+        self._agree(decide)
         return self._settings
 
     def out_of_memory(self) -> BalanceError:
@@ -130,28 +118,27 @@ class Autotuner:
             f"or start again with auto, which reads {self._file} on rank 0 and begins with it."
         )
 
-    def _agree(self, decide: Callable[[], State], *, otherwise: State) -> None:
-        """Take what rank 0 decides, or `otherwise` where it fails."""
-        before, text = self._state, ""
-        if self._decides:
+    def _agree(self, decide: Callable[[], State]) -> None:
+        """Take what rank 0 decides."""
+        before, shared = self._state, [self._state]
+        if dist.get_rank() == 0:
             decision = attempt(decide)
             if isinstance(decision, Failure):
                 warn_once(f"auto keeps the settings as they are: {decision.text}")
-            self._state = otherwise if isinstance(decision, Failure) else decision
-            text = json.dumps({name: value for name, value in self._state.items() if name != "steps"})
-        for group in filter(None, (self._leaders, self._replica)):
-            text = broadcast_text(text, group=group, operation="the settings that rank 0 has found")
-        if not self._decides:
-            self._state = json.loads(text)
+                decision = self._state | {"end": 0}
+            self._state = decision
+            shared = [{name: value for name, value in decision.items() if name != "steps"}]
+        dist.broadcast_object_list(shared)
+        self._state = self._state | shared[0]
         if self._args is not None:
             setattr(self._args, STATE, json.dumps(self._state))
         settings, costs = self._settings, self._state.get("costs")
         if costs is not None and costs != before.get("costs"):
             calibration = Calibration(CostModel.from_dict(costs["costs"]), costs["held_out_error"], costs["origin"])
-            settings = replace(settings, costs=self._costs_of(calibration=calibration))
+            settings = replace(settings, costs=settings.costs_of(calibration=calibration))
             for line in settings.costs.log_lines:
                 log_info(line)
-        self._settings = self._with_cap(self._state["cap"], settings) if "cap" in self._state else settings
+        self._settings = settings.with_cap(self._state["cap"]) if "cap" in self._state else settings
 
     def _first_state(self, iteration: int) -> State:
         """What the checkpoint holds, or nothing yet; where other settings are wanted they are found anew."""
@@ -197,18 +184,13 @@ class Autotuner:
         if fit.error > fit.planned_error:
             log_info(f"{said} costs stay as they are: fitted ones are off by {errors}.")
             return {}
-        costs, found = self._costs_of(calibration=calibration), calibration.costs
+        costs, found = self._settings.costs_of(calibration=calibration), calibration.costs
         terms = (found.per_microbatch, found.linear + found.expert_linear, found.quadratic)
         launch, token, squared = (f"{attoseconds / UNITS_PER_SECOND:.2g} s" for attoseconds in terms)
-        rate, before = calibration.origin, self._settings.costs.attention_rate
-        rates = ""
-        if "linear_tflops" in rate:
-            rates = f", attention at {rate['attention_tflops'] / rate['linear_tflops']:.2g} times the rate of all else"
-            rates += f" ({before:g} before)"
-        plans = (replace(newest, cost_model=costs.model), self._plan(newest, replace(self._settings, costs=costs)))
+        plans = (replace(newest, cost_model=costs.model), _planned(newest, replace(self._settings, costs=costs)))
         ran, planned = (plan.imbalance(plan.costs) * plan.costs.sum() for plan in plans)
         log_info(
-            f"{said} a micro-batch takes {launch}, a token {token} and a squared token {squared}{rates}; off by "
+            f"{said} a micro-batch takes {launch}, a token {token} and a squared token {squared}; off by "
             f"{errors}. Plans follow from step {newest.iteration + 1} on; the last one would have taken "
             f"{1 - planned / ran:.1%} less time."
         )
@@ -219,7 +201,7 @@ class Autotuner:
         caps = range(self._first_cap, max(largest, self._first_cap) + 1, CAP_STEP)
 
         def fewer(cap: int) -> int:
-            return -sum(self._plan(step, self._with_cap(cap, self._settings)).num_microbatches for step in steps)
+            return -sum(_planned(step, self._settings.with_cap(cap)).num_microbatches for step in steps)
 
         cap = caps[bisect.bisect_left(caps, fewer(caps[-1]), key=fewer)]
         before, after = (-fewer(cap) / len(steps) for cap in (self._first_cap, cap))
@@ -230,21 +212,10 @@ class Autotuner:
         )
         return cap
 
-    def _with_cap(self, cap: int, settings: Settings) -> Settings:
-        limits = bucketed_limits(cap, topology=settings.topology, shape_bucket=settings.shape_bucket)
-        return settings if limits == settings.limits else replace(settings, limits=limits)
 
-    def _plan(self, step: StepRecord, settings: Settings) -> StepRecord:
-        """The step as these settings plan it."""
-        schedule = build_data_schedule(
-            step.lengths,
-            image_patches=step.images,
-            cost_model=settings.costs.model,
-            topology=settings.topology,
-            limits=settings.limits,
-            objective=settings.objective,
-            algorithm=settings.algorithm,
-            home_ranks=step.home_ranks,
-            move_samples=settings.balance_data,
-        )
-        return StepRecord.from_schedule(schedule, iteration=step.iteration)
+def _planned(step: StepRecord, settings: Settings) -> StepRecord:
+    """The step as these settings plan it."""
+    schedule = build_data_schedule(
+        step.lengths, image_patches=step.images, home_ranks=step.home_ranks, **settings.planning
+    )
+    return StepRecord.from_schedule(schedule, iteration=step.iteration)

@@ -261,13 +261,8 @@ class StepBuilder:
             num_samples=len(gathered.lengths),
             lengths=gathered.lengths,
             image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
-            cost_model=self.settings.costs.model,
-            topology=self.topology,
-            limits=(self._evaluates and self.settings.eval_limits) or self.settings.limits,
-            objective=self.settings.objective,
-            algorithm=self.settings.algorithm,
             home_ranks=gathered.home_ranks,
-            move_samples=self.settings.balance_data,
+            **self.settings.planning,
         )
 
 

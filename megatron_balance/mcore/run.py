@@ -17,7 +17,7 @@ from megatron_balance.hooking import Function, Hook, Patches, install_hooks
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import Layout, refuse_bound_device
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
-from megatron_balance.mcore.setup.settings import Settings, run_costs, settings_of, timeout_of
+from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.mcore.step import BalancedForwardBackward
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import log_info, start_log
@@ -141,8 +141,7 @@ def build_run(
     start_log()
     for line in settings.log_lines:
         log_info(line)
-    costs_of = functools.partial(run_costs, options, topology=settings.topology, shape=shape)
-    return BalancedForwardBackward(settings, layout=layout, args=args, num_steps_done=num_steps_done, costs_of=costs_of)
+    return BalancedForwardBackward(settings, layout=layout, args=args, num_steps_done=num_steps_done)
 
 
 def _announcement(settings: Settings, *, options: Options) -> dict[str, str]:

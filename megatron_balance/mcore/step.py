@@ -34,7 +34,7 @@ from megatron_balance.mcore.microbatch import CpGroups, RunningStep, connect
 from megatron_balance.mcore.pipeline_shapes import planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
-from megatron_balance.mcore.setup.settings import RunCosts, Settings
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.telemetry import Figures, Telemetry, figures_of, warn_of_oversized
 from megatron_balance.mcore.verify import verify_step
 from megatron_balance.runtime.comm import PeerError, with_step_context
@@ -51,8 +51,7 @@ Prepared = tuple[list[Any], BalancedStep]
 class BalancedForwardBackward:
     """Replaces the result of `get_forward_backward_func` while a run balances; every rank of the world makes one.
 
-    `args` are those of Megatron's own loop, `num_steps_done` is the count of another loop that may run a step again,
-    `costs_of` makes costs of a `calibration` that the run finds.
+    `args` are those of Megatron's own loop, `num_steps_done` is the count of another loop that may run a step again.
     `running` is the step that Megatron's schedule runs now. `totals` are those of the newest training step; `log_scale`
     the micro-batches of a rank that were loaded for it, over those that it ran with samples, in the mean: Megatron's
     log divides by the first.
@@ -65,7 +64,6 @@ class BalancedForwardBackward:
         layout: Layout,
         args: Namespace | None,
         num_steps_done: Callable[[], int] | None = None,
-        costs_of: Callable[..., RunCosts],
     ) -> None:
         topology, timeout = settings.topology, settings.timeout
         self._settings, self._args, self._is_sft = settings, args, bool(getattr(args, "sft", False))
@@ -91,15 +89,11 @@ class BalancedForwardBackward:
         self._evaluation: StepPrefetcher | None = None
         self._eval_steps_left = 0
         if settings.eval_limits is not None:
-            builder = StepBuilder(settings, **shared, evaluation_plans=builder.plans)
+            builder = StepBuilder(_for_evaluation(settings), **shared, evaluation_plans=builder.plans)
             self._evaluation = StepPrefetcher(builder, replica=replica, thread=training.thread)
         self._autotuner: Autotuner | None = None
         if settings.tuned_steps:
-            leaders = dp_group if layout.leads_replica() else None
-            folder = settings.record or getattr(args, "save", None)
-            self._autotuner = Autotuner(
-                settings, leaders=leaders, replica=replica, costs_of=costs_of, args=args, folder=folder
-            )
+            self._autotuner = Autotuner(settings, leads_replica=layout.leads_replica(), args=args)
         self.cp_groups: CpGroups | None = None
         if topology.dynamic_cp:
             for_routers = settings.counts_router_tokens
@@ -215,7 +209,7 @@ class BalancedForwardBackward:
             return
         self._settings = self._training.builder.settings = settings
         if self._evaluation is not None:
-            self._evaluation.builder.settings = settings
+            self._evaluation.builder.settings = _for_evaluation(settings)
         if self._telemetry is not None:
             self._telemetry.use(settings)
 
@@ -247,6 +241,10 @@ class BalancedForwardBackward:
             finally:
                 if self.cp_groups is not None:
                     self.cp_groups.restore_engine_attention(model)
+
+
+def _for_evaluation(settings: Settings) -> Settings:
+    return replace(settings, limits=settings.eval_limits or settings.limits)
 
 
 def _warn_of_means(losses: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,34 @@ class Settings:
     num_rows: int | None = None
     tuned_steps: int = 0  # in which `tuned` settings are found: costs, cap
     tuned: tuple[str, ...] = ()
+    costs_of: Callable[..., RunCosts] = field(default=RunCosts, repr=False)  # by a `calibration` that the run finds
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
     log_lines: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def planning(self) -> dict[str, Any]:
+        """The arguments of `build_data_schedule` that hold for every step."""
+        return {
+            "cost_model": self.costs.model,
+            "topology": self.topology,
+            "limits": self.limits,
+            "objective": self.objective,
+            "algorithm": self.algorithm,
+            "move_samples": self.balance_data,
+        }
+
+    def with_cap(self, max_tokens_per_gpu: int) -> Settings:
+        """These settings with another cap; themselves where it is theirs."""
+        limits = bucketed_limits(max_tokens_per_gpu, topology=self.topology, shape_bucket=self.shape_bucket)
+        return self if limits == self.limits else replace(self, limits=limits)
 
 
 def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None) -> Settings:
     """The settings of a run with validated options that go together (`rules.py`); `cost` is one in place of FLOPs."""
     topology = topology_of(options, shape=shape)
-    costs = run_costs(options, topology=topology, shape=shape, cost=cost)
+    costs_of = partial(run_costs, options, topology=topology, shape=shape)
+    costs = costs_of(cost=cost)
     choices, rows = options.get("balance_choices"), options.get("micro_batch_size") or 1
     log_lines = [f"--balance chose {'; '.join(choices)}"] if choices else []
     log_lines += costs.log_lines
@@ -128,6 +148,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         num_rows=options.get("global_batch_size"),
         tuned_steps=num_tuned,
         tuned=tuned,
+        costs_of=costs_of,
         resumes=bool(options.get("load") and options.get("iteration")),
         log_lines=(
             *log_lines,
