@@ -125,6 +125,18 @@ def test_the_scripts_split_of_layers_counts(tmp_path: Path, capsys: pytest.Captu
         assert flags[0] in capsys.readouterr().err
 
 
+def test_weights_that_fsdp_gathers_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = write_lengths(tmp_path, *[512] * 64), tmp_path / "fsdp.jsonl"
+    arguments = [file, *batch_of(64, 16, 4096), "--model", "Qwen3-8B", "--device", 400, "--json", out]
+    for bandwidth in (25, 50):
+        assert compare(*arguments, "--", "--use-megatron-fsdp", "--balance-fsdp-bandwidth", bandwidth) == 0
+        assert f"FSDP gathers weights at {bandwidth} GB/s by --balance-fsdp-bandwidth" in capsys.readouterr().out
+        policies = [line for line in map(json.loads, out.read_text().splitlines()) if line["kind"] == "policy"]
+        gather = 2 * 2 * 7.57 / bandwidth  # of 7.57 billion weights in both passes; a sample computes for 60 ms
+        seconds = [line["seconds_per_step"] for line in policies[:2]]
+        assert seconds == pytest.approx([4 * gather, gather], rel=0.01), "stock gathers for each sample"
+
+
 def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file: Path) -> None:
     file = write_lengths(tmp_path, 1000, 1000)
     arguments = [file, *batch_of(2, 1, 2048)]

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ lengths, in the order of training:
 stock Megatron, which all are compared with (--data; files of lengths with --seq-length are padded, of lists packed):
 {chr(10).join(f"  {name:<17} {words.format('N')}" for name, words in STOCKS.items())}
 
-your training script's flags may follow --: what they refuse is not compared
+your training script's flags may follow --: what they refuse is not compared, the split of layers and FSDP count
 
 columns, means over the steps:
   step s         predicted time, forward and backward; with --device or a seconds.json
@@ -130,6 +131,8 @@ def _compare(args: argparse.Namespace) -> bytes:
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = ranks_and_cap(args, record=record)
     options = parsed_flags(args.script_flags, balance="")
+    if options.get("use_megatron_fsdp") or options.get("use_torch_fsdp2"):
+        topology = replace(topology, fully_sharded=True)
     costs = CompareCosts(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0, options)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")

@@ -24,11 +24,13 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
     BETWEEN_NODES,
+    GPUS_PER_NODE,
     WITHIN_NODE,
     default_attention_rate,
     find_shape,
     resolve_cost,
     resolve_exchange,
+    resolve_gather,
 )
 from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
@@ -48,7 +50,6 @@ _LAYOUT_OPTIONS = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
 )
-GPUS_PER_NODE = 8  # assumed: a run on at most as many is on one node
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +134,10 @@ class CompareCosts:
             cost_model, recorded = self.record.info.cost_model, self.record.info.topology
             if name == "flops":  # a run plans with the fixed costs of all its context-parallel ranks
                 fixed = cost_model.per_microbatch // (1 if recorded.dynamic_cp else recorded.cp_size)
-                cost_model = replace(cost_model, per_microbatch=fixed)
+                gather = cost_model.gather // (1 if recorded.dynamic_cp else recorded.cp_size)
+                cost_model = replace(cost_model, per_microbatch=fixed, gather=gather)
+        if name != "tokens":
+            cost_model = replace(cost_model, gather=cost_model.gather or self._gather(topology)[0])
         received = dict.fromkeys(_RECEIVED, 0) | (self._exchange(topology) if topology.dynamic_cp else {})
         cost_model = replace(cost_model, **received)
         is_shared = name == "flops" and not topology.dynamic_cp
@@ -182,7 +186,19 @@ class CompareCosts:
             waits = (summed.linear - cost_model.linear) // cp_size
             received = summed.cp_received // cp_size
             return replace(cost_model, linear=cost_model.linear + waits, cp_received=received)
-        return replace(summed, per_microbatch=cost_model.per_microbatch)
+        return replace(summed, per_microbatch=cost_model.per_microbatch, gather=cost_model.gather)
+
+    def _gather(self, topology: Topology) -> tuple[int, str]:
+        """`CostModel.gather` on these ranks, and the bandwidth as text; 0 without a model or FSDP."""
+        if self.shape is None:
+            return 0, ""
+        return resolve_gather(
+            {"use_megatron_fsdp": topology.fully_sharded, **self.script_options},
+            shape=self.shape,
+            topology=topology,
+            calibration=self.calibration,
+            tflops=ASSUMED_TFLOPS if self.rates is None else self.rates[0],
+        )
 
     def _exchange(self, topology: Topology) -> dict[str, int]:
         """What a CostModel counts as received on these ranks; none if it is not known, or the cost is tokens."""
@@ -229,6 +245,8 @@ class CompareCosts:
             text += f". For seconds add {model}--device, or --cost seconds.json"
         if self.shape is not None and self.knows_exchange(topology):
             text += ". Context-parallel ranks receive {:g} GB/s, an assumption for {}".format(*_link(topology))
+        if self.name != "tokens" and (link := self._gather(topology)[1]):
+            text += f". FSDP gathers weights at {link}"
         return text
 
 

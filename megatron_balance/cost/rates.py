@@ -11,8 +11,10 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.exchange import exchange_numbers
+from megatron_balance.model.flops import fwd_flops
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.topology import Topology
 
 ATTENTION_RATES = {("dense", "bf16"): 0.6, ("dense", "fp8"): 0.4, ("moe", "bf16"): 2.0, ("moe", "fp8"): 2.0}
 """The rate of attention over the linear rate to plan with where none was measured, by kind of model and precision: what
@@ -23,6 +25,9 @@ WITHIN_NODE = 450e9
 
 BETWEEN_NODES = 50e9
 """Bytes a second over one 400 Gb/s link a GPU."""
+
+GPUS_PER_NODE = 8
+"""An assumption, the same on all ranks."""
 
 ASSUMED_TFLOPS = 400.0
 """Of an H100 in training, to compare a time with FLOPs where no rate is known: 40 % of its bf16 peak."""
@@ -71,6 +76,51 @@ def resolve_exchange(
         return {}, False
     shape = shape if isinstance(shape, ModelShape) else shape()
     return exchange_costs(shape, bytes_per_second=bytes_per_second, tflops=tflops, tp_size=tp_size), False
+
+
+def resolve_gather(
+    options: Mapping[str, Any],
+    *,
+    shape: ModelShape | Callable[[], ModelShape],
+    topology: Topology,
+    calibration: Calibration | None = None,
+    tflops: float = ASSUMED_TFLOPS,
+) -> tuple[int, str]:
+    """`CostModel.gather` of a model, and its bandwidth as text; 0 where Megatron's options gather no weights.
+
+    A rank gathers its shard of the weights in every pass, two bytes each. Between nodes the ranks of a group on one
+    node are assumed to share their links, eight of 400 Gb/s for eight GPUs (NVIDIA DGX H100 data sheet).
+
+    Examples:
+        >>> options, shape = {"use_torch_fsdp2": True}, ModelShape.preset("Qwen3-8B")
+        >>> cost, text = resolve_gather(options, shape=shape, topology=Topology(64))
+        >>> text, round(cost / fwd_flops(shape).linear)  # as long as the forward pass of so many tokens
+        ('400 GB/s, assumed for 8 GPUs a node; --balance-fsdp-bandwidth sets it', 2000)
+    """
+    num_gathers = 0
+    if options.get("use_torch_fsdp2"):
+        num_gathers = 1 + bool(options.get("torch_fsdp2_reshard_after_forward", True))
+    elif options.get("use_megatron_fsdp"):
+        strategy = options.get("data_parallel_sharding_strategy", "optim_grads_params")
+        num_gathers = 2 * (strategy == "optim_grads_params")
+    if not num_gathers:
+        return 0, ""
+    if calibration is not None:
+        tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
+    model = shape if isinstance(shape, ModelShape) else shape()
+    # A weight takes part in two FLOPs a token. Embeddings and the encoder of images are not counted.
+    experts = fwd_flops(model).expert_linear // 2 * model.num_experts // max(model.moe_router_topk, 1)
+    expert_ranks = topology.ep_size * topology.etp_size
+    # Costs are those of all tensor-parallel ranks together.
+    num_weights = fwd_flops(model).linear // 2 + experts * topology.tp_size // expert_ranks
+    link = (options.get("balance_fsdp_bandwidth") or 0) * 1e9
+    text = f"{link / 1e9:g} GB/s by --balance-fsdp-bandwidth"
+    if not link:
+        link = WITHIN_NODE
+        if topology.num_gpus > GPUS_PER_NODE:
+            link = min(BETWEEN_NODES * max(GPUS_PER_NODE // topology.tp_size, 1), WITHIN_NODE)
+        text = f"{link / 1e9:g} GB/s, assumed for {GPUS_PER_NODE} GPUs a node; --balance-fsdp-bandwidth sets it"
+    return round(num_gathers * 2 * num_weights * tflops * 1e12 / link), text
 
 
 Model = ModelShape | Mapping[str, Any] | str | Path

@@ -168,6 +168,7 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
             num_files = files_needed(topology.num_sockets)
             yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {num_files}")
             costs = run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
+            yield from (Finding(True, line) for line in costs.log_lines)
             if costs.advice and knows_vocabulary:
                 yield Finding(True, costs.advice, is_note=True)
             nbytes, flag = logits_nbytes(options, topology=topology)

@@ -172,6 +172,7 @@ def _options_of_modules(chunks: Sequence[Any]) -> dict[str, Any]:
     # A configuration may leave sizes at 1: layers ask the parallel state.
     sizes = {f"{kind}_parallel_size": getattr(parallel_state, f"get_{kind}_parallel_world_size")() for kind in kinds}
     wrapper, modules = type(chunks[0]).__name__, [*map(type, inner.modules())]
+    ddp_config = getattr(chunks[0], "ddp_config", None)
     layers = "transformer_engine" if any("transformer_engine" in module.__module__ for module in modules) else None
     if layers is None and any(module.__name__ == "DotProductAttention" for module in modules):
         layers = "local"
@@ -183,6 +184,7 @@ def _options_of_modules(chunks: Sequence[Any]) -> dict[str, Any]:
         "transformer_impl": layers,
         "use_megatron_fsdp": wrapper == "FullyShardedDataParallel",
         "use_torch_fsdp2": wrapper == "TorchFullyShardedDataParallel",
+        "data_parallel_sharding_strategy": getattr(ddp_config, "data_parallel_sharding_strategy", None),
         "hybrid_layer_pattern": getattr(inner, "hybrid_layer_pattern", None)
         or getattr(inner, "hybrid_override_pattern", None),
         "position_embedding_type": getattr(inner, "position_embedding_type", None),

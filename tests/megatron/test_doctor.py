@@ -156,6 +156,7 @@ def test_open_files_are_compared_with_what_the_flags_need(
         ),
         (f"{BALANCED} --micro-batch-size", ["Megatron's parser refuses: argument --micro-batch-size: expected"]),
         (f"{BALANCED} --balance-by-flops", []),
+        (f"{BALANCED} --balance-by-flops --use-megatron-fsdp", []),
         (f"{BALANCED} --balance-by-flops --pipeline-model-parallel-size 2 --vocab-size 9999", []),
         ("--lr 1e-3", []),
     ],
@@ -170,6 +171,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
     advice = [line for line in lines if "pipeline stage 2 of 2 computes" in line]
     assert [line.split(":")[0].split()[0] for line in advice] == ["note"] * ("pipeline" in flags)
     assert sum("logits take up to" in line for line in lines) == ("--vocab-size" in flags)
+    assert sum("at 450 GB/s, assumed for 8 GPUs a node" in line for line in lines) == ("fsdp" in flags)
     if "parser refuses" not in "".join(expected):
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
 

@@ -107,6 +107,7 @@ REFUSED = [
     "--balance-cost seconds.json --balance-data",
     f"--balance-attention-rate 1 {PACKED}",
     f"--balance-attention-rate 1 --balance-cost seconds.json {PACKED}",
+    f"--balance-fsdp-bandwidth 50 {PACKED}",
     "--balance-dynamic-cp",
     "--balance-dynamic-cp --no-balance-data --use-dynamic-batch-size --max-tokens-per-gpu 4096",
     "--max-tokens-per-gpu 0 --use-dynamic-batch-size",

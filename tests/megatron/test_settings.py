@@ -81,6 +81,36 @@ def test_the_largest_context_parallel_size_is_that_of_the_heads(model: str, flag
             settings(f"{SIZED} {2 * largest} {flags}", shape=shape)
 
 
+FSDP = "--use-megatron-fsdp --use-dynamic-batch-size --max-tokens-per-gpu 8192 --balance-cost"
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes", "bandwidth"),
+    [
+        ("flops", 2, 400),
+        ("flops --data-parallel-sharding-strategy optim_grads_params", 2, 400),
+        ("flops --data-parallel-sharding-strategy optim_grads", 0, 400),  # whose weights stay on every rank
+        ("flops --balance-fsdp-bandwidth 25", 2, 25),
+        ("flops --tensor-model-parallel-size 8", 2, 50),  # a rank of its group is alone on its node
+        ("tokens", 0, 0),
+    ],
+)
+def test_fsdp_gathers_weights_in_every_micro_batch(flags: str, passes: int, bandwidth: int) -> None:
+    fsdp = settings(f"{FSDP} {flags}", shape=ModelShape.preset("Qwen3-8B"))
+    weights = 8.19e9 - 0.62e9  # of its card, without the embeddings
+    lines = [line for line in fsdp.log_lines if line.startswith("gathering weights")]
+    assert fsdp.costs.model.gather == pytest.approx(passes * 2 * weights / max(bandwidth, 1) * 400e3, rel=0.01)
+    assert len(lines) == ("optim_grads " not in f"{flags} "), "said where it is counted, or could be"
+    assert all(("assumed" in line) is ("flops" in flags and "25" not in flags) for line in lines)
+
+
+def test_experts_are_gathered_all_on_the_ranks_that_have_them() -> None:
+    shape, ranks = ModelShape.preset("Qwen3-30B-A3B"), f"{FSDP} flops {EXPERTS} --expert-model-parallel-size"
+    gathers = [settings(f"{ranks} {size}", shape=shape).costs.model.gather for size in (1, 8)]
+    experts = 48 * 128 * 3 * 2048 * 768  # layers, experts, matrices of 2048 x 768
+    assert gathers[0] - gathers[1] == pytest.approx(2 * 2 * experts * 7 / 8 / 400 * 400e3, rel=1e-6)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("groups", [1, 4, 6, 8, 12, 32])
 def test_sizes_of_mamba_are_those_that_megatron_takes(groups: int, tp_size: int) -> None:

@@ -100,6 +100,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "Without it, what loses least over the published GPUs for the run's precision and kind of model.",
     )
     add(
+        "--balance-fsdp-bandwidth",
+        type=_rate,
+        metavar="GB/s",
+        help="Bandwidth at which a rank gathers weights under FSDP: a micro-batch takes that long at least. Without it "
+        "that of an H100's links, and the log says so.",
+    )
+    add(
         "--balance-objective",
         choices=OBJECTIVES,
         default="auto",
@@ -166,7 +173,7 @@ def _word_or_number(word: str, *, is_valid: Callable[[int], bool], error: str) -
 
 def _rate(text: str) -> float:
     if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid rate: give a number above 0, 1 for FLOPs")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid rate: give a number above 0")
     return float(text)
 
 

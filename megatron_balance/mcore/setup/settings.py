@@ -23,6 +23,7 @@ from megatron_balance.cost.rates import (
     default_attention_rate,
     resolve_cost,
     resolve_exchange,
+    resolve_gather,
 )
 from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
@@ -229,13 +230,15 @@ def run_costs(
     if "costs" in autotuned(options)[1] and calibration is None:
         name = "flops"
     receiving = "receiving a token's keys and values from context-parallel ranks"
+    gathering = "gathering weights in every micro-batch (FSDP)"
     stages: dict[str, Any] = {}
     if name != "flops" and topology.pp_size > 1:
         with suppress(BalanceError):  # equal parts where FLOPs are not known
             stages = _stages(options, shape)
     if name == "tokens":
-        line = f"{receiving}: not counted beside tokens: add --balance-cost flops."
-        return RunCosts(resolve_cost("tokens", **stages), log_lines=(line,) if topology.dynamic_cp else ())
+        waits = {receiving: topology.dynamic_cp, gathering: topology.fully_sharded}
+        lines = [f"{wait}: not counted beside tokens: add --balance-cost flops." for wait in waits if waits[wait]]
+        return RunCosts(resolve_cost("tokens", **stages), log_lines=tuple(lines))
     log_lines: list[str] = []
     rate = None
     advice = ""
@@ -264,7 +267,7 @@ def run_costs(
                 shape=model,
                 lengths=lengths,
             )
-    exchange: dict[str, int] = {}
+    exchange: dict[str, int] = {}  # what ranks receive from others
     if topology.dynamic_cp:
         link, assumption = _assumed_link(topology)
         exchange, is_measured = resolve_exchange(
@@ -279,6 +282,11 @@ def run_costs(
         received = sum(exchange.values())
         fraction = f"{received / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
         log_lines.insert(0, f"{receiving}: {fraction}, {source}.")
+    gather, link = resolve_gather(options, shape=shape, topology=topology, calibration=calibration)
+    if gather and not cost.gather:  # one that was given stays
+        tokens = gather / max(cost.linear + cost.expert_linear, 1)
+        log_lines.append(f"{gathering}: as long as {tokens:.0f} tokens' linear cost, at {link}.")
+        exchange["gather"] = gather
     name, cost = "flops" if calibration is None else "seconds", replace(cost, **exchange)
     if calibration is None and not topology.dynamic_cp:  # seconds are those of one rank already
         cost = cost.summed_over_cp(topology.cp_size)
