@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +40,8 @@ the CPU, and no run has used a GPU. Losses of routers are equal as far as
 _OPTIONS = """\
 # Megatron's options
 
-Made from `megatron_balance/mcore/setup/rules.txt` by `.ci/make_pages.py`. Where conditions stand side by
-side, all must hold; `/` is any of them.
+Made from `megatron_balance/mcore/setup/rules.txt` by `.ci/make_pages.py`. A row applies where all that its first
+column names is so.
 
 In a run with `--balance-data` or `--use-dynamic-batch-size`, on Megatron 0.17 to 0.19 and its main and dev branches:
 
@@ -57,7 +58,7 @@ def flags_page() -> str:
     """Every flag in training and of every command."""
     lines = [_FLAGS, *_tables(add_balance_args(argparse.ArgumentParser(add_help=False)))]
     lines += ["What is refused, before anything is initialised:", ""]
-    lines += [f"- {_condition(rule)}: {rule.message}" for rule in RULES if rule.subject == FLAG_RULES]
+    lines += [f"- {_condition(rule)}: {rule.message}." for rule in RULES if rule.subject == FLAG_RULES]
     lines += ["", "What becomes of Megatron's own options: [Megatron's options](options.md).", ""]
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in commands.choices.items():
@@ -104,8 +105,44 @@ def options_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+_NAMED = {
+    "not balanced": "no flag that balances",
+    "bucket splits unevenly": "`--balance-shape-bucket` no multiple of twice `--tensor-model-parallel-size`",
+    "documents": "`--dataloader-inter-document-masking`",
+    "stock evaluation": "stock evaluation",
+    "context parallel": "context parallelism",
+    "aux loss": "an auxiliary loss of routers",
+    "experts span replicas": "experts spread over model replicas",
+    "expert tensors span replicas": "experts whose tensor-parallel ranks are spread over model replicas",
+    "weights are sharded over data": "weights sharded over data-parallel ranks",
+    "delta net": "gated delta nets",
+    "mamba": "Mamba layers",
+    "dsa": "sparse attention (DSA)",
+    "autotuned": "settings that are `auto`",
+}
+"""What conditions of rules.py that have a name stand for."""
+
+
 def _condition(rule: Rule) -> str:
-    return ", ".join(term.words.removesuffix("!=None") for term in rule.terms)
+    """Its terms in words: "`--a` other than x with `--b` and `--c` above 1, without `--d`"."""
+    present = [_phrase(term.words) for term in rule.terms if not term.words.startswith("without ")]
+    absent = [_phrase(term.words.removeprefix("without ")) for term in rule.terms if term.words.startswith("without ")]
+    text = " with ".join(filter(None, [*present[:1], " and ".join(present[1:])]))
+    return " without ".join(filter(None, [text, " or ".join(absent)])) if present else f"no {' or '.join(absent)}"
+
+
+def _phrase(words: str) -> str:
+    """A term without its `without`."""
+    match = re.fullmatch(r"([^!=<>]+)(!=|=|<|>)?(.*)", words)
+    assert match is not None, words
+    names, operator, value = match.groups(default="")
+    if "-" not in names:
+        return _NAMED[names]
+    values = " or ".join(text for text in value.split(",") if text not in ("None", "False"))
+    is_release = names in ("transformer-engine", "megatron-core")
+    relations = {"": "", "=": "", "!=": "other than ", ">": "above ", "<": "before " if is_release else "below "}
+    flags = " or ".join(name if is_release else f"`{name}`" for name in names.split("/"))
+    return f"{flags} {relations[operator] * bool(values)}{values}".rstrip()
 
 
 def _cell(text: str) -> str:

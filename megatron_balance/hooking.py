@@ -346,7 +346,7 @@ def check_not_started(actor_class: Any) -> None:
         raise BalanceError(f"a {name} was started already: install the balancing before it starts.")
 
 
-def launch(adapter: str, *, command: str | None = None) -> None:
+def launch(adapter: str, *, command: str | None = None, epilog: str = "") -> None:
     """The command `python -m ADAPTER [FLAGS] (SCRIPT | -m MODULE) [ARGS …]`: installs, then runs the target as main.
 
     Flags are the options of the adapter's `install`, with their defaults.
@@ -354,6 +354,7 @@ def launch(adapter: str, *, command: str | None = None) -> None:
     Args:
         adapter: the module that has `install`.
         command: the module that was run, where it is not the adapter.
+        epilog: what --help ends with.
 
     Raises:
         SystemExit: there is no such script, the host cannot be hooked, or flags are refused while they are parsed. The
@@ -363,7 +364,8 @@ def launch(adapter: str, *, command: str | None = None) -> None:
         install = importlib.import_module(adapter).install
     except ImportError as error:
         raise SystemExit(f"megatron_balance: {adapter} needs what it balances in this environment: {error}.") from error
-    parser = argparse.ArgumentParser(prog=f"python -m {command or adapter}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"python -m {command or adapter}", allow_abbrev=False, epilog=epilog)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options = inspect.signature(install).parameters
     for name, parameter in options.items():
         flag, default = f"--{name.replace('_', '-')}", parameter.default

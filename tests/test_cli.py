@@ -116,6 +116,21 @@ def test_lengths_from_standard_input_and_json_to_standard_output() -> None:
     assert not Path("-").exists()
 
 
+def test_a_visitor_is_led_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Faults: the bare command was an error, and flags before -- were unrecognized without a remedy."""
+    with pytest.raises(SystemExit, match="0"):
+        main([])
+    assert "start here:" in capsys.readouterr().out
+    assert main(["doctor", "--num-layers", "2"]) == 2
+    assert (
+        "unrecognized arguments: --num-layers (flags of your training script go after --; see"
+        in capsys.readouterr().err
+    )
+    for module, words in (("launch", "--balance-by-flops"), ("adapters.verl", "--model MODEL")):
+        command = [sys.executable, "-m", f"megatron_balance.{module}", "--help"]
+        assert words in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_doctor_without_torch_says_what_to_install() -> None:
     """Fault: a traceback, where the package was installed without extras."""
     code = "import sys; sys.modules['torch'] = None; from megatron_balance.cli import main; sys.exit(main(['doctor']))"

@@ -7,12 +7,13 @@ help. Its heavy imports belong inside the latter: `--help` should not wait for t
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 start here:
-  megatron-balance compare lengths.npz --global-batch-size 256 --dp-size 8 --max-tokens-per-gpu 16384 --model Qwen3-8B
+  megatron-balance compare synthetic:servegen_mlarge:4096 --data samples --global-batch-size 256 --dp-size 8 \\
+      --max-tokens-per-gpu 16384 --model Qwen3-8B
   megatron-balance COMMAND --help
 """
 
@@ -59,14 +61,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the result is the exit status, 2 where a flag or a file cannot be used."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     try:
         end = arguments.index("--") if "compare" in arguments[:2] and "--" in arguments else len(arguments)
         args, unknown = build_parser().parse_known_args(arguments[:end])
         args.script_flags = arguments[end + 1 :]
         if unknown:
+            script = "flags of your training script go after --; " * (args.command in ("compare", "doctor"))
             raise BalanceError(
-                f"unrecognized arguments: {' '.join(unknown)} (see megatron-balance {args.command} --help)"
+                f"unrecognized arguments: {' '.join(unknown)} ({script}see megatron-balance {args.command} --help)"
             )
         refuse_overwriting(args)
         with warnings.catch_warnings():
@@ -140,6 +143,8 @@ It changes nothing.
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _DOCTOR_EPILOG
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every hook, and why it is there")
+    parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     parser.add_argument("megatron_args", nargs="*", metavar="-- MEGATRON_ARGS", help="your script's flags, after --")
 
 
@@ -149,35 +154,54 @@ def _doctor(args: argparse.Namespace) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)  # of flags: the checks report them
     try:
         from megatron_balance.mcore import doctor
-        from megatron_balance.runtime.cluster import check_cluster
+        from megatron_balance.runtime.cluster import Finding, check_cluster
     except ImportError as error:
         raise BalanceError(f"torch does not load ({error}): pip install '.[megatron]' in a clone.") from error
 
-    on_cluster = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ  # torchrun's
-    silent = on_cluster and os.environ["RANK"] != "0"
-    problems: list[str] = []
+    lines: list[dict[str, str]] = []
 
-    def section(title: str, findings: Iterable[Finding]) -> None:
-        print(f"\n{title}")
+    def check(section: str, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            message = " ".join(finding.message.split())  # one line, whatever a library has put into it
-            if not finding.ok:
-                problems.append(message)
             kind = "problem" if not finding.ok else "note" if finding.is_note else "ok"
-            print(f"  {kind:8} {message}", flush=True)
+            # In one line, whatever a library has put into it.
+            lines.append({"section": section, "kind": kind, "message": " ".join(finding.message.split())})
 
-    with contextlib.redirect_stdout(None) if silent else contextlib.nullcontext():
-        section("packages", doctor.check_packages())
-        section("hooks into Megatron, and why each is there", doctor.check_hooks())
-        section("machine and environment", doctor.check_environment())
-        if flags := args.megatron_args:
-            section("your flags", doctor.check_flags(flags))
-        else:
-            print("\nyour flags: put your script's after -- to check them")
-        if on_cluster:
-            section("all ranks", check_cluster(flags=flags, problems=tuple(problems)))
-        print("\nno problem" if not problems else f"\nproblems: {len(problems)}")
-    return 1 if problems and not silent else 0
+    def problems() -> tuple[str, ...]:
+        return tuple(line["message"] for line in lines if line["kind"] == "problem")
+
+    check("packages", doctor.check_packages())
+    check(_HOOKS, doctor.check_hooks())
+    check("machine and environment", doctor.check_environment())
+    flags, advice = args.megatron_args, "put those of your script after -- to check them"
+    check("your flags", doctor.check_flags(flags) if flags else [Finding(True, advice, is_note=True)])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:  # torchrun's
+        check("all ranks", check_cluster(flags=flags, problems=problems()))
+        if os.environ["RANK"] != "0":
+            return 0
+    if args.json:
+        print(json.dumps(lines, indent=1))
+    else:
+        _print_findings(lines, verbose=args.verbose)
+    return int(bool(problems()))
+
+
+_HOOKS = "hooks into Megatron"
+
+
+def _print_findings(lines: Sequence[Mapping[str, str]], *, verbose: bool) -> None:
+    """Problems first; hooks that apply are counted, or listed."""
+    problems = [line for line in lines if line["kind"] == "problem"]
+    for line in problems:
+        print(f"problem  {line['message']}")
+    hooks = [line for line in lines if line["section"] == _HOOKS and line["kind"] == "ok"]
+    for section, findings in itertools.groupby(lines, key=lambda line: line["section"]):
+        print(f"\n{section}")
+        if section == _HOOKS and not verbose:
+            print(f"  {'ok':8} {len(hooks)} apply; doctor -v lists them")
+        for line in findings:
+            if line not in problems and (verbose or line not in hooks):
+                print(f"  {line['kind']:8} {line['message']}")
+    print(f"\nproblems: {len(problems)}, at the top" if problems else "\nno problem")
 
 
 _Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -29,9 +30,9 @@ OVERLAP = next(index for index, hook in enumerate(hooks.HOOKS) if hook.needed ==
 BATCH = ("--micro-batch-size", "1", "--global-batch-size", "8")
 
 
-def doctor(capsys: pytest.CaptureFixture[str], flags: str = "") -> tuple[int, list[str]]:
+def doctor(capsys: pytest.CaptureFixture[str], flags: str = "", *options: str) -> tuple[int, list[str]]:
     """The exit status and the lines."""
-    status = main(["doctor", *(["--", *flags.split()] if flags else [])])
+    status = main(["doctor", *options, *(["--", *flags.split()] if flags else [])])
     return status, [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -43,12 +44,14 @@ def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.training import training
 
     before = training.get_forward_backward_func, training.evaluate
-    status, lines = doctor(capsys)
+    status, lines = doctor(capsys, "", "-v")
     assert status == 0
     assert problems(lines) == []
     assert lines[-1] == "no problem"
-    for hook in hooking.hooks_of_release(hooks.HOOKS, hooks.supported_version()):
+    rows = hooking.hooks_of_release(hooks.HOOKS, hooks.supported_version())
+    for hook in rows:
         assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
+    assert f"ok       {len(rows)} apply; doctor -v lists them" in doctor(capsys)[1]
     assert any(line.startswith("ok       torch ") for line in lines)
     assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
     assert (training.get_forward_backward_func, training.evaluate) == before
@@ -174,6 +177,16 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
     assert sum("at 450 GB/s, assumed for 8 GPUs a node" in line for line in lines) == ("fsdp" in flags)
     if "parser refuses" not in "".join(expected):
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
+
+
+def test_problems_come_first_and_issue_forms_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = doctor(capsys, f"{MODEL} --balance-data")
+    assert lines[0].startswith("problem  --calculate-per-token-loss is not set")
+    assert lines[-1] == "problems: 1, at the top"
+    assert main(["doctor", "--json", "--", *MODEL.split(), "--balance-data"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert {finding["section"] for finding in findings} >= {"packages", "hooks into Megatron", "your flags"}
+    assert [finding["message"] for finding in findings if finding["kind"] == "problem"] == problems(lines)
 
 
 def test_flags_are_read_while_hooks_are_in_place() -> None:
