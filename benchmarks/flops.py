@@ -55,7 +55,6 @@ def section(figures: Mapping[str, Any]) -> str:
         for family, row in figures["families"].items()
     ]
     return f"""Forward FLOPs of one sequence, ours over Megatron's `num_floating_point_operations`.
-`tests/megatron/test_flops_oracle.py` adds up the differences for every preset and finds no other;
-`test_flop_counter.py` beside it counts what Megatron's modules compute.
+`tests/megatron/test_flops_oracle.py` adds up the differences for every preset and finds no other.
 
 {table("family | model | 4,096 tokens | 131,072 tokens | Megatron's count", rows, align="llrrl")}"""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
-import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked import call, free_port, rank_environment, run_forked
+from forked import call, run_forked
 
 from megatron_balance import hooking
 from megatron_balance.cli import main
@@ -95,20 +92,6 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
     [problem] = [finding.message for finding in findings if not finding.ok]
     assert problem.startswith("transformer_engine.pytorch of transformer-engine does not load: ")
     assert "pip install 'transformer-engine[pytorch]'" in problem
-
-
-@pytest.mark.parametrize(("number", "cudnn"), [(91_002, "9.10.2"), (8_902, "8.9.2"), (None, None)])
-def test_versions_of_attention_libraries(
-    monkeypatch: pytest.MonkeyPatch, number: int | None, cudnn: str | None
-) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
-    monkeypatch.setattr(checks, "version_of", {"transformer-engine": "2.18.0", "megatron-core": "0.19.2"}.get)
-    [message] = [
-        finding.message for finding in checks.check_packages() if finding.message.startswith("Transformer Engine 2.18")
-    ]
-    assert message.startswith(f"Transformer Engine 2.18.0{f', cuDNN {cudnn}' if cudnn else ''}: may build or choose")
 
 
 def test_open_files_are_compared_with_what_the_flags_need(
@@ -201,18 +184,6 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
         installed.undo()
 
 
-def on_two_ranks(*, environment: dict[str, str]) -> tuple[int, list[str], str]:
-    """The status and lines of the first rank, and the output of the second, which has other variables."""
-    ranks, port = [], free_port()
-    for rank in range(2):
-        world = rank_environment(rank, num_ranks=2, port=port) | {"LOCAL_WORLD_SIZE": "1"}
-        variables = os.environ | world | (environment if rank else {})
-        command = [sys.executable, "-m", "megatron_balance", "doctor", "--", *BALANCED.split(), *MODEL.split()]
-        ranks.append(subprocess.Popen([*command, *BATCH], env=variables, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=500)[0] for process in ranks]
-    return ranks[0].returncode, [line.strip() for line in outputs[0].splitlines()], outputs[1]
-
-
 @pytest.mark.parametrize(
     ("address", "several_hosts", "message"),
     [
@@ -251,17 +222,3 @@ def test_ranks_of_torchrun_meet(tmp_path: Path) -> None:
     assert "ok       all ranks have the same versions and flags" in text
     assert re.search(r"gloo listens on [\d.]+\n", text)
     assert re.search(r"all ranks meet over gloo in [\d.]+ s; training needs TCP", text)
-
-
-@pytest.mark.slow
-def test_a_rank_of_another_version_and_without_its_interface_is_named(tmp_path: Path) -> None:
-    package = tmp_path / "transformer_engine-9.9.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 9.9\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "nowhere0"}
-    status, lines, _ = on_two_ranks(environment=environment)
-    assert status == 1
-    differ, nowhere = problems(lines)
-    assert "version of transformer-engine is none on rank 0 and 9.9 on rank 1" in differ
-    assert f"{socket.gethostname()}: GLOO_SOCKET_IFNAME names an interface without an address; set GLOO_" in nowhere

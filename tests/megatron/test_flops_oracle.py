@@ -123,12 +123,14 @@ def test_the_real_parser_gives_the_preset(monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_the_defaults_of_validate_args_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --swiglu --num-experts 4 --moe-layer-freq 2"
+    text = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --swiglu --num-experts 4 --moe-layer-freq 2 "
     from megatron.training import arguments
 
-    args = parse(monkeypatch, text + " --moe-router-topk 2 --vocab-size 1000")
+    args = parse(monkeypatch, text + "--moe-router-topk 2 --vocab-size 1000 --no-rope-fusion")
     before = ModelShape.from_megatron_args(args)
     arguments.validate_args(args)
     assert ModelShape.from_megatron_args(args) == before
     assert (before.ffn_hidden_size, before.kv_channels, before.moe_ffn_hidden_size) == (256, 24, 256)
     assert before.padded_vocab_size == 1024
+    config = arguments.core_transformer_config_from_args(args)
+    assert ModelShape.from_transformer_config(config, padded_vocab_size=1024) == before

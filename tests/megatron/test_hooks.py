@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_balance import BalanceError, hooking
-from megatron_balance.mcore import balanced_schedule, hooks, install_bridge, run
+from megatron_balance.mcore import balanced_schedule, bridge, hooks, install_bridge
 
 
 def test_install_and_undo_restore_the_very_functions() -> None:
@@ -73,26 +73,6 @@ def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
         f"MEGATRON_BALANCE=0: {system} runs without balancing, and ignores its flags."
         for system in ("Megatron", "Megatron Core", "megatron-bridge")
     ]
-
-
-def test_without_a_flag_megatron_gets_its_own_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.training import arguments, global_vars, training
-
-    installed = hooks.install()
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parser.parse_args([]))
-    try:
-        assert training.get_forward_backward_func(1, None) is schedules.forward_backward_no_pipelining
-        assert run.current() is None
-    finally:
-        installed.undo()
-
-
-def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.package_info.__version__", "0.12.1")
-    with pytest.raises(BalanceError, match=r"megatron-core is 0\.12\.1; .* tested on 0\.17, 0\.18, 0\.19"):
-        hooks.install()
 
 
 @pytest.fixture
@@ -167,3 +147,9 @@ def test_a_method_is_hooked_and_restored(name: str, outcome: int) -> None:
     assert getattr(Dispatcher(), name)([1, 2], num_parts=3) == outcome
     patches.undo()
     assert vars(Dispatcher)[name] is before
+
+
+def test_a_bridge_that_is_missing_is_named() -> None:
+    with pytest.raises(BalanceError, match=r"pip install megatron-bridge==0\.6\.2\): there is no module"):
+        install_bridge(max_tokens_per_gpu=8192)
+    assert bridge.bridge_installation.settings is None

@@ -39,12 +39,6 @@ def test_every_row_comes_out_once(lengths: list[list[int]], dp_size: int) -> Non
     assert counts == {num_rows // dp_size} if num_rows % dp_size == 0 else min(counts) >= 1
 
 
-def test_a_sequence_ends_with_the_last_token_that_its_mask_includes() -> None:
-    mask = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0]])
-    (batch,) = areal.balance_batch([{"attention_mask": mask}], 1)
-    assert batch["attention_mask"].tolist() == [[1, 0, 1], [1, 0, 0]]
-
-
 def drawn(seed: int) -> list[dict[str, torch.Tensor]]:
     """The pull request's rows: a prompt of 1 to 511 tokens and an answer, both uniform, in a padded batch a rank."""
     rng = np.random.default_rng(seed)

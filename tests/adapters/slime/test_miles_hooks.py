@@ -98,9 +98,3 @@ def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
         ids = sorted(sample for shard in shards for sample in shard["partition"])
         assert ids == list(range(14 if keeps else 8))
         assert {len(shard["micro_batch_indices"]) for shard in shards} == {steps}
-
-
-def test_undo_gives_back_what_the_actors_class_had_bound(manager: Any) -> None:
-    stock = manager.split_train_data_by_dp
-    miles.install().undo()
-    assert manager.split_train_data_by_dp is stock

@@ -324,15 +324,6 @@ def bound(rollout: ModuleType) -> list[object]:
     return [vars(module)["build_dp_schedule"] for module in (sys.modules[SCHEDULE], rollout)]
 
 
-def test_the_function_is_bound_everywhere_and_given_back(rollout: ModuleType) -> None:
-    before = bound(rollout)
-    installed = slime.install()
-    assert slime.is_installed()
-    assert not set(before) & set(bound(rollout))
-    installed.undo()
-    assert bound(rollout) == before
-
-
 def test_too_late_is_refused(rollout: ModuleType) -> None:
     """Ray has pickled the actor's class."""
     metadata = SimpleNamespace(last_export_cluster_and_job="session", class_name="RolloutManager")

@@ -194,9 +194,3 @@ def test_an_argument_that_cannot_be_is_named(host, arguments, named):
 def test_a_missing_torchspec_is_told():
     with pytest.raises(BalanceError, match="torchspec is not installed"):
         torchspec.install(approach="A")
-
-
-def test_a_controller_that_runs_already_is_no_silent_miss(host):
-    host.controller()
-    with pytest.raises(BalanceError, match="started already"):
-        host.install("A")

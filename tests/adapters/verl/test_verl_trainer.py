@@ -92,11 +92,6 @@ def test_every_mini_batch_keeps_its_rows_and_is_balanced(form, critic_prompts):
     assert metrics["global_seqlen/balanced_max"] < metrics["global_seqlen/max"]
 
 
-def test_the_rows_after_the_last_full_mini_batch_are_kept():
-    rows, _ = balance(trainer_of(ppo_mini_batch_size=24), lengths=LENGTHS[:56])
-    assert len(rows) == 56
-
-
 def test_batches_of_the_prefix_grouper_are_verls():
     """It keeps the rows of a uid together; uids that ranks do not divide are refused in verl's words."""
     trainer, uids = trainer_of(ppo_mini_batch_size=8, rollout_n=4, use_prefix_grouper=True), np.repeat(np.arange(16), 4)
