@@ -1,7 +1,7 @@
 """The time of a plan and the least time of any plan, each computed from its definition and with public names only.
 
-Nothing but `figures_of_ranks` shares code with the planner. `docs/planner.md` and the docstring of `DataSchedule` are
-the definitions.
+Nothing but `makespan` and `figures_of_ranks` shares code with the planner. `docs/planner.md` and the docstring of
+`DataSchedule` are the definitions.
 Costs are Python integers in the units of the cost model, over all GPUs of a rank; `per_gpu` gives those of a schedule.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance import CostModel, DataSchedule, Limits, Topology
-from megatron_balance.planner import Assignment, Problem, ScheduleMetrics
+from megatron_balance.planner import Assignment, Pipeline, Problem, ScheduleMetrics, makespans
 
 Slots = Sequence[Sequence[Sequence[int]]]
 
@@ -228,53 +228,14 @@ def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -
 
 
 def makespan(
-    costs: Sequence[int],
-    *,
-    stages: int,
-    chunks: int = 1,
-    group: int = 1,
-    by_chunk: Sequence[Sequence[Sequence[int]]] | None = None,
+    costs: Sequence[Any], *, stages: int, chunks: int = 1, group: int = 1, kinds: tuple[tuple[int, ...], ...] = ()
 ) -> int:
-    """Time of one-forward-one-backward (D. Narayanan et al., 2021), one third of a micro-batch's time in forward.
+    """Time of one-forward-one-backward (D. Narayanan et al., 2021); a row of costs for each kind of chunk.
 
-    Under several chunks a stage runs `group` micro-batches through a chunk before the next, backwards in reverse.
-    `by_chunk[stage][chunk]`: the costs if all chunks were like this one, where chunks differ.
+    The planner's own, which tests/megatron/test_pipeline_order.py holds against events in Megatron's order.
     """
-    if stages == 1:
-        return sum(costs)
-    count = len(costs)
-    groups = [range(first, min(first + group, count)) for first in range(0, count, group)]
-    table = [(slot, chunk) for slots in groups for chunk in range(chunks) for slot in slots]
-    if chunks == 1:
-        table = [(slot, 0) for slot in range(count)]
-    orders = []
-    for stage in range(stages):
-        behind = stages - 1 - stage
-        ahead = min(behind if chunks == 1 else 2 * behind + (chunks - 1) * group, len(table))
-        order = [(slot, chunk, False) for slot, chunk in table[:ahead]]
-        for index, (slot, chunk) in enumerate(table):
-            order += [(*entry, False) for entry in table[index + ahead : index + ahead + 1]]
-            order.append((slot, chunks - 1 - chunk, True))
-        orders.append(order)
-    ends: dict[tuple[int, int, int, bool], int] = {}
-    position, free = [0] * stages, [0] * stages
-    while any(position[stage] < len(orders[stage]) for stage in range(stages)):
-        for stage in range(stages):
-            if position[stage] == len(orders[stage]):
-                continue
-            slot, chunk, backward = orders[stage][position[stage]]
-            depth = chunk * stages + stage
-            source = depth + 1 if backward else depth - 1
-            needed = (source % stages, slot, source // stages, backward)
-            if 0 <= source < stages * chunks:
-                if needed not in ends:
-                    continue
-                free[stage] = max(free[stage], ends[needed])
-            own = costs if by_chunk is None else by_chunk[stage][chunk]
-            free[stage] += own[slot] * (2 if backward else 1)
-            ends[stage, slot, chunk, backward] = free[stage]
-            position[stage] += 1
-    return -(-max(free) // (3 * stages * chunks))
+    table = np.array(costs, dtype=np.int64).reshape(1, -1, len(costs[0]) if kinds else len(costs))
+    return int(makespans(table, Pipeline(stages, chunks, group, kinds))[0])
 
 
 def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> ScheduleMetrics:

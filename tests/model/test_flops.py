@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_balance import BalanceError, CostModel, ModelShape, calculate_fwd_flops
-from megatron_balance.model.flops import FlopsPolynomial, Layer, fwd_flops, fwd_flops_by_part
+from megatron_balance.model.flops import FlopsPolynomial, Layer, fwd_flops, fwd_flops_by_part, image_flops
 from megatron_balance.model.hf_config import PRESETS
+from megatron_balance.model.vision import VisionEncoder
 
 DENSE = ModelShape(
     hidden_size=8,
@@ -129,10 +130,6 @@ def test_frozen_weights_under_lora_run_twice() -> None:
     assert (3 * cost.linear, cost.quadratic) == (2 * full.linear, full.quadratic)
 
 
-def test_a_window_without_a_left_bound_is_none() -> None:
-    assert fwd_flops(replace(DENSE, window_size=(-1, 0))) == fwd_flops(DENSE)
-
-
 # Properties ----------------------------------------------------------------------------------------------------------
 
 
@@ -239,14 +236,6 @@ def test_arguments_not_given_take_megatrons_defaults() -> None:
     assert ModelShape.from_megatron_args(Namespace(**{**ARGS, "group_query_attention": True})).num_query_groups == 1
 
 
-@pytest.mark.parametrize("freq", [2, [1, 0, 1, 0]])
-def test_moe_layer_freq_is_a_period_or_a_list(freq: object) -> None:
-    args = Namespace(**ARGS, num_experts=4, moe_router_topk=2, moe_layer_freq=freq)
-    shape = ModelShape.from_megatron_args(args)
-    assert shape.moe_layer_freq == (1, 0, 1, 0)
-    assert shape.moe_ffn_hidden_size == 256
-
-
 def test_sparse_attention_is_every_latent_layer_or_those_a_pattern_names() -> None:
     args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
     assert {layer.mixer for layer in ModelShape.from_megatron_args(args).layers()} == {"dsa"}
@@ -280,14 +269,6 @@ def test_the_indexers_loss_and_kernels_are_read() -> None:
     assert (shape.dsa_indexer_loss, shape.dsa_fused) == (True, True)
 
 
-def test_a_hybrid_pattern_says_how_many_layers_there_are() -> None:
-    hybrid = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 1, "mamba_num_heads": None}
-    shape = ModelShape.from_megatron_args(
-        Namespace(**ARGS, **hybrid, hybrid_layer_pattern="M-|M*/*-", mtp_num_layers=3)
-    )
-    assert (shape.num_layers, shape.mtp_num_layers, shape.mamba_num_heads) == (4, 1, 8)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -301,3 +282,62 @@ def test_a_hybrid_pattern_says_how_many_layers_there_are() -> None:
 def test_arguments_that_cannot_be_counted_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         ModelShape.from_megatron_args(Namespace(**{**ARGS, **change}))
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+QWEN = ModelShape.preset("Qwen2.5-VL-7B")
+
+
+def test_flops_of_images_are_added() -> None:
+    of_image = image_flops(QWEN)
+    flops = fwd_flops(QWEN)
+    assert calculate_fwd_flops([10, 30], QWEN, image_patches=[64, 256]) == (
+        flops(10) + flops(30) + of_image(64) + of_image(256)
+    )
+    with pytest.raises(BalanceError, match=r"ModelShape\.vision is None"):
+        calculate_fwd_flops([10], ModelShape.preset("Qwen3-8B"), image_patches=[64])
+
+
+def image_cost(model: CostModel) -> int:
+    """Of an image of 1,000 patches."""
+    scaled = model.sample_costs(np.array([1]), image_patches=np.array([[1000, 1000**2]]))
+    assert scaled.shift == 0
+    return int(scaled.image_costs[0, 0])
+
+
+@pytest.mark.parametrize(("frozen", "gemms", "half_cores"), [(False, 3, 7), (True, 1, 2)])
+def test_training_takes_gemms_three_times_and_attention_three_and_a_half(
+    frozen: bool, gemms: int, half_cores: int
+) -> None:
+    flops = image_flops(QWEN)
+    cost = image_cost(CostModel.from_shape(QWEN, frozen_encoder=frozen))
+    assert cost == gemms * flops.linear * 1000 + half_cores * flops.quadratic * 10**6 // 2
+    assert image_cost(CostModel.from_shape(ModelShape.preset("Qwen2.5-7B"))) == 0
+
+
+def test_a_nested_config_has_the_same_encoder() -> None:
+    flat = PRESETS["Qwen2.5-VL-7B"]
+    text = {key: value for key, value in flat.items() if key != "vision_config"} | {"model_type": "qwen2_5_vl_text"}
+    nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": flat["vision_config"]}
+    assert ModelShape.from_hf_config(nested) == ModelShape.from_hf_config(flat)
+    with pytest.raises(BalanceError, match=r"spatial_merge_size is missing.*'qwen2_5_vl'"):
+        ModelShape.from_hf_config(flat | {"vision_config": {"depth": 32}})
+    for name in ("depth", "patch_size", "temporal_patch_size"):  # a truth value counts as 1 in Python
+        with pytest.raises(BalanceError, match=f"{name} is True in the Hugging Face config"):
+            ModelShape.from_hf_config(flat | {"vision_config": flat["vision_config"] | {name: True}})
+
+
+def test_sizes_of_an_encoder_are_checked() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_layers": 2,
+        "ffn_hidden_size": 8,
+        "gated_linear_unit": False,
+        "patch_values": 12,
+        "patches_per_token": 1,
+    }
+    with pytest.raises(BalanceError, match=r"VisionEncoder\.num_layers is 0"):
+        VisionEncoder(**{**sizes, "num_layers": 0})
+    with pytest.raises(BalanceError, match=r"num_windowed_layers is 1.*window_patches must be set"):
+        VisionEncoder(**sizes, num_windowed_layers=1)

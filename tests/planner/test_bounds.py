@@ -184,11 +184,8 @@ def test_stages_take_the_time_of_their_chunks(vpp_size, ranks):
     if schedule.objective == "microbatch":  # all ranks wait for the slowest in every slot
         slowest = [[max(costs[kind][slot] for costs in times) for slot in range(len(times[0][0]))] for kind in (0, 1)]
         times = [slowest]
-    by_chunk = [[[costs[kind] for kind in stage] for stage in chunks] for costs in times]
-    expected = max(
-        makespan(costs[0][0], stages=4, chunks=vpp_size, group=topology.microbatch_multiple, by_chunk=costs)
-        for costs in by_chunk
-    )
+    pipeline = {"stages": 4, "chunks": vpp_size, "group": topology.microbatch_multiple, "kinds": staged.stages.kinds}
+    expected = max(makespan(costs, **pipeline) for costs in times)
     assert schedule.predicted_cost == pytest.approx(expected, rel=1e-5)
     blind = build_data_schedule(lengths, cost_model=even, **options)
     assert schedule.predicted_cost < 0.99 * blind.metrics(cost_model=staged).predicted_cost

@@ -1,7 +1,6 @@
 """Plans with a context-parallel size for each micro-batch: every invariant, executed step by step."""
 
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from plan_judge import Batch, per_gpu
 
 from megatron_balance import BalanceError, CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.planner import batch_of, dynamic_packing
+from megatron_balance.planner import batch_of
 
 COST_MODELS = [
     CostModel.tokens(),
@@ -187,13 +186,6 @@ def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
         assert {len(slots) for slots in even.ranks} == {even.num_microbatches}
 
 
-def test_two_that_take_two_ranks_each_follow_one_another_on_three():
-    # Blocks of two are on DP×CP ranks 0 and 1 alone.
-    topology = Topology(3, dynamic_cp=True)
-    schedule = plan([80, 80], topology=topology, cost_model=CostModel.tokens(), cap=40, objective="step").check()
-    assert schedule.lower_bound == schedule.predicted_cost == 80
-
-
 def test_the_cap_holds_where_a_cheaper_sample_has_more_tokens():
     # By micro-batches alone an over-long sample costs no more than an empty one.
     by_samples = CostModel(per_microbatch=5)
@@ -212,19 +204,13 @@ def test_the_cap_holds_where_a_cheaper_sample_has_more_tokens():
         ).check()
 
 
-def test_one_size_for_all_is_said_in_the_same_words():
-    schedule = plan([5, 6, 7], topology=Topology(2, cp_size=2))
-    assert schedule.cp_sizes == ((2,) * schedule.num_microbatches,) * 2
-    same = plan([5, 6, 7], topology=Topology(2, cp_size=2), cost_model=replace(COST_MODELS[1], cp_exchange=0))
-    assert (same.digest(), same.predicted_cost) == (schedule.digest(), schedule.predicted_cost)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"algorithm": "karmarkar_karp"}, "algorithm"),
         ({"home_ranks": [0, 1], "move_samples": False}, "move_samples"),
         ({"groups": [0, 0]}, "groups"),
+        ({"image_patches": [[5], []]}, r"image_patches does not go with Topology\.dynamic_cp"),
         ({"limits": Limits(micro_batch_size=2)}, "max_tokens_per_gpu"),
         ({"limits": Limits(8, micro_batch_size=2)}, "max_tokens_per_gpu alone"),
         ({"num_microbatches": 2}, "num_microbatches"),
@@ -311,12 +297,3 @@ def test_no_plan_is_slower_than_one_size_for_all(ranks, seed):
         sizes = np.full((8, slots), size)
         assert level < batch.num_levels
         assert schedule.predicted_cost <= batch.time(group * size * slots + slot, sizes)
-
-
-def test_short_samples_by_tokens_end_the_search_for_a_target():
-    calls = []
-    original = dynamic_packing._nodes_within
-    with mock.patch.object(dynamic_packing, "_nodes_within", lambda *a, **k: calls.append(0) or original(*a, **k)):
-        topology = Topology(8, dynamic_cp=True)
-        build_data_schedule([100] * 16, cost_model=CostModel.tokens(), topology=topology, limits=Limits(4096)).check()
-    assert len(calls) < 20

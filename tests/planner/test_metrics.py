@@ -60,19 +60,6 @@ def test_an_assignment_may_be_ragged_and_over_the_cap():
     assert metrics.moved_tokens is None
 
 
-def test_padding_is_counted_on_padded_tokens():
-    # cp_size 2 pads to multiples of 4.
-    metrics = judge([[[0]], [[1]]], [5, 8], topology=Topology(2, cp_size=2))
-    assert metrics.padding_fraction == pytest.approx(3 / 16)
-    assert metrics.cap_headroom == pytest.approx(1 - 8 / 40)
-
-
-def test_micro_batches_are_counted_where_there_is_no_token_cap():
-    metrics = judge([[[0, 1]], [[2]]], [5, 6, 7], limits=Limits(micro_batch_size=1))
-    assert metrics.num_over_cap == 1
-    assert metrics.cap_headroom is None
-
-
 SIZED = CostModel(linear=1000, quadratic=1, cp_exchange=800)
 
 
@@ -96,18 +83,6 @@ def test_figures_of_sizes_of_their_own_by_hand():
     assert metrics.moved_tokens is None
     free = schedule.metrics(cost_model=CostModel(linear=1000, quadratic=1))
     assert free.predicted_cost == (2000 * 1000 + 2000**2) // 4 + alone
-
-
-def test_a_sample_too_dear_at_every_size_sets_the_pace():
-    # At most two of four ranks share it: each pays 1010 of 2020 * 4 / 4.
-    schedule = build_data_schedule(
-        [100, 1, 1],
-        cost_model=CostModel(linear=10, cp_exchange=10),
-        topology=Topology(4, dynamic_cp=True, max_cp_size=2),
-        limits=Limits(64),
-    )
-    metrics = schedule.metrics()
-    assert metrics.step_imbalance == pytest.approx(1000 * 4 / (2 * 1000 + 2 * 10))
 
 
 @pytest.mark.parametrize("ranks", [{}, {"fully_sharded": True}, {"ep_size": 4}, {"pp_size": 2}])
