@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner.problem import INT_MAX, Ints, as_integers, number_groups
+
+if TYPE_CHECKING:
+    from megatron_balance.samples.shared_prefixes import HashChains
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,42 @@ class Forest:
         parent = np.concatenate([np.full(shared.size, -1), group_of])
         tokens = np.concatenate([shared, total - shared[group_of]])
         return cls(tokens, parent, shared.size + np.arange(total.size))
+
+    @classmethod
+    def from_chains(cls, lengths: Sequence[int] | NDArray[Any], chains: HashChains) -> Forest:
+        """Samples share what the last hash that they have in common is of.
+
+        Two hashes that are equal by chance give a forest that shares too much, never one of other lengths: compare the
+        samples of a micro-batch before they are packed.
+
+        Args:
+            lengths: `[num_samples]` tokens.
+            chains: of all samples, from `hash_chains` or `gather_chains`.
+        """
+        total = as_integers(lengths, name="lengths")
+        sample = np.repeat(np.arange(total.size), chains.counts)
+        is_first = np.diff(sample, prepend=-1) > 0
+        _, example, node = np.unique(chains.hashes, return_index=True, return_inverse=True)
+        before = np.where(is_first, -1, np.roll(node, 1))
+        # A hash that follows another one elsewhere, or is of other tokens, is equal by chance: the chain ends there.
+        is_sound = (before == before[example][node]) & (chains.ends == chains.ends[example][node])
+        unsound = np.append(0, np.cumsum(~is_sound))
+        stops = np.cumsum(chains.counts)
+        is_sound = unsound[1:] == np.repeat(unsound[stops - chains.counts], chains.counts)
+        users = np.bincount(node[is_sound], minlength=example.size)
+        # Of hashes that the same samples have in common, the last is a node.
+        followers = np.append(np.where(is_first | ~is_sound, 0, users[node])[1:], 0)
+        kept = np.flatnonzero(is_sound & (users[node] > 1) & (followers < users[node]))
+        first, inverse = np.unique(node[kept], return_index=True, return_inverse=True)[1:]
+        by_end = np.argsort(chains.ends[kept][first], kind="stable")
+        place = np.argsort(by_end)[inverse]
+        parent = np.where(np.diff(sample[kept], prepend=-1) > 0, -1, np.roll(place, 1))[first][by_end]
+        ends = chains.ends[kept][first][by_end]
+        last = np.full(total.size, -1)
+        last[sample[kept]] = place  # the last of a sample stays
+        shared = np.append(ends, 0)
+        tokens = np.concatenate([ends - shared[parent], total - shared[last]])
+        return cls(tokens, np.concatenate([parent, last]), ends.size + np.arange(total.size))
 
     @cached_property
     def paths(self) -> Ints:

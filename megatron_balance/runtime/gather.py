@@ -25,6 +25,7 @@ from megatron_balance.model.vision import patches_of_grids
 from megatron_balance.runtime.comm import Device, all_gather_bytes, all_gather_row, ranks_by_value
 from megatron_balance.runtime.failure import MAX_NAMED, mismatch
 from megatron_balance.samples.sample import Samples, SampleSchema
+from megatron_balance.samples.shared_prefixes import HashChains
 
 STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SAMPLES, REPORTED = range(5)
 NUM_REPORTED = 6
@@ -166,6 +167,40 @@ def _common_schema(announcements: Sequence[bytes], *, group: dist.ProcessGroup) 
     if phrases := [f"on {ranks} " + ", ".join(schema.differences(first)) for schema, ranks in others]:
         raise BalanceError(f"Samples differ from those of {first_ranks}: " + "; ".join(phrases[:MAX_NAMED]) + ".")
     return first
+
+
+def gather_chains(
+    chains: HashChains | None, *, group: dist.ProcessGroup, error: str | None = None, device: Device = "cpu"
+) -> HashChains:
+    """The hash chains of the samples of all ranks, in the order of `gather_lengths`.
+
+    Args:
+        chains: of this rank's samples; None with an error.
+        group: as of `gather_lengths`.
+        error: of this rank. It is raised here, on every rank.
+        device: where the collective's buffers live: `cuda` for NCCL.
+
+    Raises:
+        BalanceError: on every rank: an error on some rank.
+    """
+    text = (error or "").encode()
+    columns = [] if chains is None else [chains.counts, chains.ends, chains.hashes.view(np.int64)]
+    data = np.concatenate([np.zeros(0, np.int64), *columns]).tobytes()
+    operation = "the hashes of all ranks' samples (gather)"
+    sizes = np.array([len(text), len(data), 0 if chains is None else chains.counts.size])
+    sizes = all_gather_row(sizes, group=group, device=device, operation=operation)
+    if sizes[:, 0].any():
+        texts = all_gather_bytes(text, sizes=sizes[:, 0], group=group, device=device, operation=operation)
+        raise BalanceError(mismatch([text.decode() or None for text in texts], (), group=group))
+    parts = all_gather_bytes(data, sizes=sizes[:, 1], group=group, device=device, operation=operation)
+    counts, ends, hashes = zip(*map(_columns, parts, sizes[:, 2].tolist()), strict=True)
+    return HashChains(np.concatenate(counts), np.concatenate(ends), np.concatenate(hashes).view(np.uint64))
+
+
+def _columns(data: bytes, num_samples: int) -> list[NDArray[np.int64]]:
+    """Counts, ends and hashes of the samples of a rank."""
+    values = np.frombuffer(data, dtype=np.int64)
+    return np.split(values, [num_samples, num_samples + (values.size - num_samples) // 2])
 
 
 def image_patches(samples: Samples) -> NDArray[np.int64]:

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from sample_rows import Sample, rows_of, samples_of
 
-from megatron_balance import BalanceError
+from megatron_balance import BalanceError, Forest
 from megatron_balance.mcore.microbatch import connect
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import broadcast_step
-from megatron_balance.runtime.gather import Header, gather_lengths
+from megatron_balance.runtime.gather import Header, gather_chains, gather_lengths
 from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
+from megatron_balance.samples.shared_prefixes import hash_chains
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
@@ -241,3 +242,32 @@ def neighbours_that_talk() -> list[tuple[str, int, int]]:
     finally:
         dist.isend, dist.irecv = stock
     return said
+
+
+def responses(seed: int, *, groups: int, size: int) -> list[Sample]:
+    """Groups of responses to prompts of any length, next tokens as labels, trained from the prompt's last token on."""
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(groups):
+        prompt = rng.integers(0, 30_000, rng.integers(2, 600))
+        for _ in range(size):
+            tokens = torch.from_numpy(np.concatenate([prompt, rng.integers(0, 30_000, rng.integers(1, 300))]))
+            mask = (torch.arange(len(tokens)) >= prompt.size - 1).float()
+            rows.append(Sample({"tokens": tokens, "labels": tokens.roll(-1), "loss_mask": mask}))
+    return rows
+
+
+def forest_of_ranks(numbers: list[int]) -> list[list[int]]:
+    """The forest that this rank builds where each has so many of the same twelve samples."""
+    starts = np.cumsum([0, *numbers])
+    mine = samples_of(responses(7, groups=4, size=3)[starts[dist.get_rank()] : starts[dist.get_rank() + 1]])
+    chains = gather_chains(hash_chains(mine), group=world())
+    forest = Forest.from_chains(gather_lengths(mine, group=world()).lengths, chains)
+    return [forest.node_tokens.tolist(), forest.parent.tolist(), forest.node_of.tolist()]
+
+
+def hashing_fails_on_rank_1() -> str:
+    """The error of this rank."""
+    chains = hash_chains(samples_of(responses(0, groups=1, size=2)))
+    if dist.get_rank() == 1:
+        return expect_error(lambda: gather_chains(None, group=world(), error="no labels — here"))
+    return expect_error(lambda: gather_chains(chains, group=world()))

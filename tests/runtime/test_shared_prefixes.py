@@ -1,0 +1,154 @@
+"""Shared prefixes found by hashes: against the tokens themselves, over ranks, and where hashes collide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exchange_cases import responses
+from numpy.typing import NDArray
+from sample_rows import Sample, samples_of
+
+from megatron_balance import Forest
+from megatron_balance.samples.shared_prefixes import hash_chains
+
+
+def forest_of(rows: Sequence[Sample], *, block: int = 8, bits: int = 64) -> Forest:
+    """The forest of samples, by hashes of so many bits."""
+    samples = samples_of(rows)
+    chains = hash_chains(samples, block=block)
+    cut = replace(chains, hashes=chains.hashes & np.uint64(2**bits - 1))
+    forest = Forest.from_chains(samples.lengths, cut)
+    assert forest.lengths.tolist() == samples.lengths.tolist()
+    Forest.from_nodes(forest.node_tokens, forest.parent, forest.node_of)
+    return forest
+
+
+def shared(forest: Forest, first: int, second: int) -> int:
+    """Tokens of the nodes that two samples have in common."""
+    common = np.intersect1d(forest.paths[:, first], forest.paths[:, second])
+    return int(forest.node_tokens[common[common >= 0]].sum())
+
+
+def equal_tokens(first: Sample, second: Sample, names: Sequence[str] = ("tokens", "labels")) -> int:
+    """Tokens at the start of two samples that have equal keys."""
+    length = min(first.length, second.length)
+    same = torch.stack([first.tensors[name][:length] == second.tensors[name][:length] for name in names]).all(0)
+    return int(same.long().cumprod(0).sum())
+
+
+def labelled(tokens: NDArray[np.int64], *, prompt: int) -> Sample:
+    """A response whose label is the next token, trained from the prompt's last token on."""
+    ids, mask = torch.from_numpy(tokens), torch.ones(tokens.size)
+    mask[: prompt - 1] = 0
+    return Sample({"tokens": ids, "labels": torch.cat([ids[1:], ids.new_tensor([-100])]), "loss_mask": mask})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_responses_share_their_whole_prompt(seed: int) -> None:
+    """All but its last token, whose label is each response's own; the rest by whole blocks."""
+    rows = responses(seed, groups=6, size=4)
+    forest = forest_of(rows)
+    for first in range(len(rows)):
+        for second in range(first):
+            equal = equal_tokens(rows[first], rows[second])
+            if first // 4 == second // 4:
+                assert shared(forest, first, second) == equal
+            else:
+                assert shared(forest, first, second) == equal // 8 * 8
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_forest_is_that_of_the_tokens_for_any_samples(seed: int) -> None:
+    """Trees of any depth, samples that begin others, and equal ones, without masks: shared by whole blocks."""
+    rng = np.random.default_rng(seed)
+    texts: list[NDArray[np.int64]] = [rng.integers(0, 9, 40)]
+    for _ in range(30):
+        base = texts[rng.integers(len(texts))]
+        texts.append(np.concatenate([base[: rng.integers(base.size + 1)], rng.integers(0, 9, rng.integers(30))]))
+    rows = [Sample({"tokens": torch.from_numpy(text)}) for text in texts]
+    forest = forest_of(rows, block=4)
+    for first in range(len(texts)):
+        for second in range(first):
+            # The label is the next token, and behind the last one -1.
+            ends = [np.append(texts[index], -1) for index in (first, second)]
+            length = min(map(len, ends))
+            equal = int((ends[0][:length] == ends[1][:length]).cumprod().sum())
+            assert shared(forest, first, second) == max(equal - 1, 0) // 4 * 4
+
+
+@pytest.mark.parametrize("change", ["tokens swapped", "blocks swapped", "shifted", "labels", "advantages"])
+def test_what_differs_is_told_apart(change: str) -> None:
+    rng = np.random.default_rng(1)
+    tokens = torch.from_numpy(rng.integers(0, 50, 32))
+    tokens[1] = tokens[0] + 1
+    keys = {"tokens": tokens, "labels": tokens.clone(), "advantages": torch.zeros(32, dtype=torch.float64)}
+    other = {name: values.clone() for name, values in keys.items()}
+    if change == "tokens swapped":
+        other["tokens"][:2] = tokens[:2].flip(0)
+    elif change == "blocks swapped":
+        other["tokens"] = torch.cat([tokens[8:16], tokens[:8], tokens[16:]])
+    elif change == "shifted":
+        keys["tokens"] = torch.zeros(32, dtype=torch.int64)
+        other["tokens"] = torch.cat([torch.zeros(9, dtype=torch.int64), tokens[:23]])
+    else:
+        other[change][8] += 1
+    expected = 0 if "swapped" in change else 8
+    assert shared(forest_of([Sample(keys), Sample(other)]), 0, 1) == expected
+
+
+def test_samples_that_train_other_tokens_share_what_is_before() -> None:
+    """The mask is no part of the hashes; where the first trained label differs, chains part at the nearer one."""
+    tokens = np.arange(64)
+    rows = [labelled(tokens, prompt=prompt) for prompt in (21, 21, 31, 33)]
+    rows[1].tensors["loss_mask"][40:] = 0
+    forest = forest_of(rows)
+    assert [shared(forest, *pair) for pair in ((0, 1), (0, 2), (2, 3), (0, 3))] == [64, 16, 24, 16]
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_hashes_that_collide_share_too_much_and_comparing_tokens_finds_it(bits: int) -> None:
+    rows = responses(3, groups=40, size=2)
+    forest = forest_of(rows, bits=bits, block=128)
+    wrong = [
+        pair
+        for pair in pairwise(forest.order.tolist())
+        if shared(forest, *pair) > equal_tokens(rows[pair[0]], rows[pair[1]])
+    ]
+    assert wrong, "the hashes were cut so that they collide"
+
+
+def test_chains_do_not_depend_on_the_machine() -> None:
+    """Recorded: ranks of other processors must compute the same."""
+    chains = hash_chains(samples_of([labelled(np.arange(300), prompt=200), labelled(np.arange(100), prompt=40)]))
+    assert chains.counts.tolist() == [3, 1]
+    assert chains.ends.tolist() == [128, 199, 256, 39]
+    recorded = ["0x4dcb2e7626e80c46", "0x8952b893c231f6e5", "0xa86c45473a6b8140", "0x4d59b65ed672e60a"]
+    assert [hex(value) for value in chains.hashes] == recorded
+
+
+def test_ranks_build_one_forest_in_any_order_of_arrival(run_cases: Any) -> None:
+    forests = run_cases(2, "forest_of_ranks", numbers=[3, 9])
+    assert forests[0] == forests[1]
+    rows = responses(7, groups=4, size=3)
+    expected = forest_of(rows, block=128)
+    assert forests[0] == [expected.node_tokens.tolist(), expected.parent.tolist(), expected.node_of.tolist()]
+    mirrored = forest_of(rows[::-1], block=128)
+    assert sorted(mirrored.node_tokens.tolist()) == sorted(expected.node_tokens.tolist())
+
+
+@pytest.mark.parametrize("numbers", [[0, 12], [0, 0]])
+def test_ranks_without_samples_take_part(run_cases: Any, numbers: list[int]) -> None:
+    first, second = run_cases(2, "forest_of_ranks", numbers=numbers)
+    assert first == second
+    assert len(first[2]) == sum(numbers)
+
+
+def test_what_fails_on_one_rank_is_raised_on_every_rank(run_cases: Any) -> None:
+    messages = run_cases(2, "hashing_fails_on_rank_1")
+    assert messages == ["rank 1 failed: no labels — here"] * 2
