@@ -35,7 +35,7 @@ from megatron_balance.mcore.pipeline_shapes import planned_shapes, variable_seq_
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.telemetry import Figures, Telemetry, figures_of, warn_of_oversized
+from megatron_balance.mcore.telemetry import Telemetry, figures_of
 from megatron_balance.mcore.verify import verify_step
 from megatron_balance.runtime.comm import PeerError, with_step_context
 from megatron_balance.runtime.failure import Failure, attempt, broadcast_step
@@ -77,15 +77,10 @@ class BalancedForwardBackward:
         dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
         replica = layout.replica_group(timeout=timeout)
         self._layout, self._coords, loads_data = layout, layout.this_rank, dp_group is not None
-        self._telemetry: Telemetry | None = None
-        if loads_data or layout.is_last:
-            self._telemetry = Telemetry(settings, layout=layout, loads_data=loads_data, args=args)
+        self._telemetry = Telemetry(settings, layout=layout, loads_data=loads_data, args=args)
         shared: Any = {"dp_group": dp_group, "coords": self._coords}
-        report: Any = {} if self._telemetry is None else {"report": self._telemetry.report}
-        # Megatron has its writers on the last rank, which may load no data.
-        figures = figures_of if self._coords.dp == layout.coords[-1].dp else None
-        builder = StepBuilder(settings, **shared, **report)
-        self._training = training = StepPrefetcher(builder, replica=replica, figures=figures)
+        builder = StepBuilder(settings, **shared, report=self._telemetry.report)
+        self._training = training = StepPrefetcher(builder, replica=replica)
         self._evaluation: StepPrefetcher | None = None
         self._eval_steps_left = 0
         if settings.eval_limits is not None:
@@ -135,72 +130,62 @@ class BalancedForwardBackward:
         iteration = self._iteration
         with with_step_context(f"iteration {iteration}"):
             if not arguments.get("forward_only"):
-                # A run that ends before (by --exit-interval, time or a signal) has prepared one more, on every rank.
-                is_last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
-                following = None if is_last else f"iteration {iteration + 1}"
-                losses = self._step(self._training, schedule, arguments, following=following)
-                self._num_steps += 1
-                if self._layout.is_last:
-                    _warn_of_means(losses)
-                return losses
+                return self._train(schedule, arguments, iteration=iteration)
             with self._with_sft(self._is_sft):
                 if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
                     return schedule(**arguments)
                 self._eval_steps_left -= 1
-                following = f"evaluation after iteration {iteration}" if self._eval_steps_left else None
-                losses = self._step(self._evaluation, schedule, arguments, following=following)
-            # A mean depends on packing: a schedule must return a sum and its tokens.
-            for loss, value in (losses[0] if losses else {}).items():
-                if value.numel() != 2:
-                    raise BalanceError(
-                        f"The loss function reports {loss!r} as {value.numel()} numbers in evaluation: a balanced one "
-                        "needs the sum over tokens and their number. Return both, or set --no-balance-evaluation."
-                    )
+                source, number = self._source(arguments), arguments["num_microbatches"]
+                step = self._evaluation.balance(source, num_microbatches=number)
+                if self._settings.overlap and self._eval_steps_left:
+                    name = f"evaluation after iteration {iteration}"
+                    self._evaluation.prepare(source, num_microbatches=number, name=name)
+                losses = self._run(schedule, step, arguments)
+            self._warn_of_means(losses)
             return losses
 
-    def _step(
-        self, prefetcher: StepPrefetcher, schedule: Schedule, arguments: dict[str, Any], *, following: str | None
-    ) -> Any:
-        """Run a step, while the next one is prepared if there is one."""
-        iterators, number = arguments["data_iterator"], arguments["num_microbatches"]
-        # Chunks of a virtual pipeline all read the same rows.
+    def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
+        """The iterator of a step, None where this rank loads no data; chunks of a virtual pipeline read one."""
+        iterators = arguments["data_iterator"]
         candidates = iterators if isinstance(iterators, list) else [iterators]
         source = next((iterator for iterator in candidates if iterator is not None), None)
-        source = source if prefetcher.builder.loads_data else None
-        tuner = self._autotuner if prefetcher is self._training else None
+        return source if self._training.builder.loads_data else None
+
+    def _train(self, schedule: Schedule, arguments: dict[str, Any], *, iteration: int) -> Any:
+        """Run a training step, while the next one is prepared if there is one."""
+        prefetcher, tuner, telemetry = self._training, self._autotuner, self._telemetry
+        source, number = self._source(arguments), arguments["num_microbatches"]
         if tuner is not None:
-            self._use(tuner.begin(self._iteration))
-        verifies = self._settings.verify and prefetcher is self._training and not self._num_steps
+            self._use(tuner.begin(iteration))
+        verifies = self._settings.verify and not self._num_steps
         items = prefetcher.peek(source, num_microbatches=number) if verifies else None
         self.last_step = step = prefetcher.balance(source, num_microbatches=number)
-        warn_of_oversized(step)
         if verifies:
             with variable_seq_lengths(arguments["model"]):  # rows of a loader may differ in length too
                 verify_step(
                     schedule,
-                    lambda **changed: self._run(schedule, step, changed, telemetry=None),
+                    lambda **changed: self._run(schedule, step, changed),
                     arguments,
                     items=items,
                     topology=self._settings.topology,
                 )
-        telemetry = None
-        if prefetcher is self._training:
-            telemetry = self._telemetry
-            self.totals = step.totals
-            self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
-        if telemetry is not None:
-            telemetry.begin(step, iteration=self._iteration)
-        tunes = tuner is not None and tuner.measures(self._iteration)
-        if self._settings.overlap and following is not None and not tunes:  # it is planned by what this step shows
-            prefetcher.prepare(source, num_microbatches=number, name=following)
+        self.totals = step.totals
+        self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
+        telemetry.begin(step, iteration=iteration)
+        tunes = tuner is not None and tuner.measures(iteration)
+        # A run that ends before (by --exit-interval, time or a signal) has prepared one more, on every rank.
+        is_last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
+        if self._settings.overlap and not is_last and not tunes:  # it is planned by what this step shows
+            prefetcher.prepare(source, num_microbatches=number, name=f"iteration {iteration + 1}")
         seconds = None
         try:
-            losses = self._run(schedule, step, arguments, telemetry=telemetry)
+            losses = self._run(schedule, step, arguments, timed=telemetry.timed)
         finally:
-            if telemetry is not None:
-                seconds = telemetry.end(waits=tunes)
+            seconds = telemetry.end(waits=tunes)
         if tuner is not None and tunes:
-            self._use(tuner.end(step, iteration=self._iteration, seconds=seconds))
+            self._use(tuner.end(step, iteration=iteration, seconds=seconds))
+        self._num_steps += 1
+        self._warn_of_means(losses)
         return losses
 
     def _use(self, settings: Settings) -> None:
@@ -210,11 +195,15 @@ class BalancedForwardBackward:
         self._settings = self._training.builder.settings = settings
         if self._evaluation is not None:
             self._evaluation.builder.settings = _for_evaluation(settings)
-        if self._telemetry is not None:
-            self._telemetry.use(settings)
+        self._telemetry.use(settings)
 
     def _run(
-        self, schedule: Schedule, step: BalancedStep, arguments: dict[str, Any], *, telemetry: Telemetry | None
+        self,
+        schedule: Schedule,
+        step: BalancedStep,
+        arguments: dict[str, Any],
+        *,
+        timed: Callable[[int | None], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
         """Megatron's schedule on the micro-batches of a step; its forward and backward passes come back by hooks."""
         model, iterators = arguments["model"], arguments["data_iterator"]
@@ -227,7 +216,7 @@ class BalancedForwardBackward:
             args=self._args,
             model=model,
             pipeline_shapes=planned_shapes(step.sizes, topology=self._settings.topology, arguments=arguments),
-            timed=contextlib.nullcontext if telemetry is None else telemetry.timed,
+            timed=timed,
         )
         # Every chunk of a virtual pipeline reads the micro-batch that it runs.
         arguments["data_iterator"] = [running] * len(iterators) if isinstance(iterators, list) else running
@@ -242,21 +231,21 @@ class BalancedForwardBackward:
                 if self.cp_groups is not None:
                     self.cp_groups.restore_engine_attention(model)
 
+    def _warn_of_means(self, losses: Any) -> None:
+        """Name each loss that Megatron logs as a mean of micro-batches; other loops return anything."""
+        reports = losses[0] if self._layout.is_last and isinstance(losses, list) and losses else None
+        for loss, value in reports.items() if isinstance(reports, dict) else ():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                warn_once(
+                    f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, "
+                    "which have unequal numbers of tokens in a balanced run. Return the sum over tokens and their "
+                    "number.",
+                    every_rank=True,
+                )
+
 
 def _for_evaluation(settings: Settings) -> Settings:
     return replace(settings, limits=settings.eval_limits or settings.limits)
-
-
-def _warn_of_means(losses: Any) -> None:
-    """Name each loss that Megatron logs as a mean of micro-batches; other loops return anything."""
-    reports = losses[0] if isinstance(losses, list) and losses else None
-    for loss, value in reports.items() if isinstance(reports, dict) else ():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            warn_once(
-                f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, which "
-                "have unequal numbers of tokens in a balanced run. Return the sum over tokens and their number.",
-                every_rank=True,
-            )
 
 
 class StepPrefetcher:
@@ -266,7 +255,7 @@ class StepPrefetcher:
     rank. What it made is used if its items are the same objects as those that the step pulls. Otherwise, and if making
     it failed on any rank (its iterator has ended), the step is made as it begins.
 
-    `replica` are the ranks of its model replica, None for this one alone, which get `figures` of the step where given.
+    `replica` are the ranks of its model replica, None for this one alone.
     A `thread` is that of another prefetcher of this rank, which meets the same ranks.
     """
 
@@ -276,10 +265,9 @@ class StepPrefetcher:
         *,
         replica: dist.ProcessGroup | None = None,
         thread: StepThread | None = None,
-        figures: Callable[[BalancedStep], Figures] | None = None,
     ) -> None:
         self.builder, self.thread = builder, thread or StepThread()
-        self._replica, self._figures = replica, figures
+        self._replica = replica
         self._iterators = IteratorCache()
         self._newest: PullAhead | None = None
         self._prepared: Future[Prepared | None] | None = None
@@ -375,9 +363,5 @@ class StepPrefetcher:
                 with contextlib.suppress(BalanceError):
                     broadcast_step(group=self._replica, error=step.text)
             raise step.error
-        figures = self._figures
-        broadcast_step(
-            lambda: step.to_text({} if figures is None else figures(step)),
-            group=self._replica,
-            digest=step.fingerprint,
-        )
+        # Megatron has its writers on the last rank, which may load no data.
+        broadcast_step(lambda: step.to_text(figures_of(step)), group=self._replica, digest=step.fingerprint)

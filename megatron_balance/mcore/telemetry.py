@@ -69,24 +69,21 @@ UNEVEN = (
 
 
 class Telemetry:
-    """The view of the run on a rank that loads data, or has Megatron's writers; `args` are those of Megatron's loop."""
+    """The view of the run on a rank; `args` are those of Megatron's loop."""
 
     def __init__(self, settings: Settings, *, layout: Layout, loads_data: bool, args: Namespace | None) -> None:
         self._settings, self._coords, self._args = settings, layout.this_rank, args
         self._logs = dist.get_rank() == 0
-        self._has_figures = self._logs or layout.is_last
         self._measures = loads_data and layout.this_rank.tp == 0
         self._on_gpu = device_kind() == "cuda"
-        self._unread: deque[tuple[BalancedStep, int, StepTimer]] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._unread: deque[StepTimer] = deque(maxlen=MAX_UNREAD_STEPS)
         self._timer: StepTimer | None = None
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
-        self._objective = ""
         self._interval: list[Figures] = []
         self._figures: Figures = {}  # of a step that has not ended
-        self._began: float | None = None
-        self._alarms, self._speeds = Alarms(), RankSpeeds()
-        self._shapes: set[int] = set()  # at most one for each token of the cap
-        self._memory = (0, 0, 0)
+        self._began = time.perf_counter()
+        self._alarms = Alarms()
+        self._memory = (0, 0)
         self._newest_iteration = self._max_tokens = 0
         self._record: RecordThread | None = None
         if settings.record is not None and layout.leads_replica(each_cp_rank=settings.topology.dynamic_cp):
@@ -104,30 +101,28 @@ class Telemetry:
         """A step is about to run."""
         self._read_timers()
         if self._measures:
-            self._timer = StepTimer(on_gpu=self._on_gpu)
-            self._unread.append((step, iteration, self._timer))
+            self._timer = StepTimer(step, iteration=iteration, on_gpu=self._on_gpu)
+            self._unread.append(self._timer)
         if iteration == self._newest_iteration:  # it runs again
             return
         self._log_interval()
         self._newest_iteration = iteration
         self._read_memory(step)
-        if not self._has_figures:
-            return
-        self._shapes.update(step.sizes.num_tokens)
-        self._figures = figures_of(step) | {"num_shapes": len(self._shapes)}
-        if not self._logs or step.schedule is None:
-            return
-        if self._on_gpu:
-            began, self._began = self._began, time.perf_counter()
-            self._alarms.check(self._figures, step_seconds=None if began is None else self._began - began)
-        if step.reported is not None:
-            self._speeds.add(step.schedule, seconds=step.reported[:, -1] / 1e9)
+        self._figures = figures_of(step)
+        if self._logs:
+            self._log_step(step, iteration=iteration)
+
+    def _log_step(self, step: BalancedStep, *, iteration: int) -> None:
+        schedule, reported = step.schedule, step.reported
+        assert schedule is not None, "the first rank plans"
+        assert reported is not None, "and gathers"
+        began, self._began = self._began, time.perf_counter()
+        step_seconds = self._began - began if self._on_gpu else None
+        self._alarms.check(schedule, self._figures, seconds=reported[:, -1] / 1e9, step_seconds=step_seconds)
         if self._record is not None:
-            schedule, names = step.schedule, ("plan_seconds", "exchange_seconds", "exposed_seconds")
-            times = {name: getattr(step, name) for name in names}
+            times = {name: getattr(step, name) for name in ("plan_seconds", "exchange_seconds", "exposed_seconds")}
             self._record.add(lambda to: to.add_step(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
         if self._settings.log_interval:
-            self._objective = step.schedule.objective
             self._interval.append(self._figures)
 
     def timed(self, number: int | None = None) -> AbstractContextManager[None]:
@@ -147,7 +142,7 @@ class Telemetry:
         Where the caller `waits` for the device, the seconds of its micro-batches, if they were measured.
         """
         timer, self._timer = self._timer, None
-        seconds = timer.seconds(self._unread[-1][0].num_microbatches, waits=True) if timer and waits else None
+        seconds = timer.seconds(waits=True) if timer and waits else None
         self._read_timers()
         self._write_figures()
         return seconds
@@ -180,24 +175,25 @@ class Telemetry:
         """Log the figures of an interval, if the newest step was its last."""
         if not self._interval or self._newest_iteration % self._settings.log_interval:
             return
-        figures = mean_figures(self._interval) | {"num_shapes": float(len(self._shapes))}
+        objective = resolve_objective(self._settings.objective, topology=self._settings.topology)
+        log_info(f"iteration {self._newest_iteration} | {objective} | {log_line(mean_figures(self._interval))}")
         self._interval.clear()
-        log_info(f"iteration {self._newest_iteration} | {self._objective} | {log_line(figures)}")
 
     def _read_timers(self) -> None:
         """Read the marks of every step that the device has finished."""
-        while self._unread and self._unread[0][-1] is not self._timer and self._unread[0][-1].is_finished:
-            step, iteration, timer = self._unread.popleft()
-            seconds = timer.seconds(step.num_microbatches)
+        while self._unread and self._unread[0] is not self._timer and self._unread[0].is_finished:
+            timer = self._unread.popleft()
+            seconds = timer.seconds()
             if seconds is None:
                 continue
-            self._nanoseconds[step.number] = max(int(seconds.sum() * 1e9), 1)
-            if len(self._nanoseconds) > MAX_UNREAD_STEPS:
-                del self._nanoseconds[min(self._nanoseconds)]
+            self._nanoseconds[timer.number] = max(int(seconds.sum() * 1e9), 1)
+            self._nanoseconds.pop(timer.number - MAX_UNREAD_STEPS, None)
             if self._record is not None:
-                if len(seconds) != step.num_microbatches:  # under a virtual pipeline
-                    seconds = np.full(step.num_microbatches, np.nan)
-                self._record.add(functools.partial(RecordWriter.add_seconds, iteration=iteration, seconds=seconds))
+                if len(seconds) != timer.num_microbatches:  # under a virtual pipeline
+                    seconds = np.full(timer.num_microbatches, np.nan)
+                self._record.add(
+                    functools.partial(RecordWriter.add_seconds, iteration=timer.iteration, seconds=seconds)
+                )
 
     def _open_record(self) -> RecordWriter:
         """The writer of this rank's part of the record."""
@@ -208,22 +204,18 @@ class Telemetry:
 
     def _read_memory(self, step: BalancedStep) -> None:
         """Read the allocator's counters, resetting none; those of all ranks come with the next step."""
-        if step.number == FIRST_STEPS:
-            counted = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            self._memory = (*counted, allowed_tokens(self._max_tokens) // 128 * 128)
-        elif self._memory[0]:
-            self._memory = (torch.cuda.max_memory_allocated(), *self._memory[1:])
-        memory = None if step.reported is None else step.reported[:, 2:5]
+        if step.number >= FIRST_STEPS:
+            cap = self._memory[1] or allowed_tokens(self._max_tokens) // 128 * 128
+            self._memory = torch.cuda.max_memory_allocated(), cap
+        memory = None if step.reported is None else step.reported[:, 2:4]
         if self._logs and step.number == FIRST_STEPS + 1 and memory is not None and memory[:, 0].all():
-            peak, reserved = (memory[:, :2].max(axis=0) / GIB).tolist()
-            cap = max(int(memory[:, 2].min()), 1)
+            peak, cap = float(memory[:, 0].max()) / GIB, max(int(memory[:, 1].min()), 1)
             if self._record is not None:
                 self._record.add(lambda writer: writer.add_cap(cap))
             stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
             log_info(
-                f"peak device memory{stage}: {peak:.1f} GiB allocated, {reserved:.1f} reserved. Micro-batches of "
-                f"--max-tokens-per-gpu {cap} would leave 10 % of device memory free, beside what other "
-                "libraries hold now."
+                f"peak device memory{stage}: {peak:.1f} GiB allocated. Micro-batches of --max-tokens-per-gpu {cap} "
+                "would leave 10 % of device memory free, beside what other libraries hold now."
             )
         self._max_tokens = max(self._max_tokens, largest_tokens(step))
 
@@ -265,28 +257,11 @@ def largest_tokens(step: BalancedStep) -> int:
     return max((n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)), default=0)
 
 
-def warn_of_oversized(step: BalancedStep) -> None:
-    """Warn once where a sample is longer than the cap; figures count such samples."""
-    schedule = step.schedule
-    if schedule is None or not schedule.oversized:
-        return
-    longest = int(schedule.padded_lengths.max())
-    topology = schedule.topology.with_cp_size(schedule.topology.dynamic_cp_sizes[-1])
-    cap = schedule.limits.max_tokens_per_microbatch(topology)
-    warn_once(
-        f"a sample of {longest} tokens is longer than a micro-batch may be ({cap}, --max-tokens-per-gpu times "
-        f"{topology.cp_size} context-parallel ranks). Such samples run alone; raise the cap or shorten them if "
-        "memory runs out.",
-        topic="oversized",
-    )
-
-
 def figures_of(step: BalancedStep) -> Figures:
     """The figures of a step, by the plan where this rank has it.
 
     Seconds of plan, exchange and waiting are those of this rank, measured ones those of the data-parallel ranks of one
-    pipeline stage and context-parallel rank, some steps before. `tokens_at_cp_N` are tokens that ran at
-    context-parallel size N over all.
+    pipeline stage and context-parallel rank, some steps before.
     """
     schedule, reported = step.schedule, step.reported
     if schedule is None or reported is None:
@@ -311,9 +286,7 @@ def figures_of(step: BalancedStep) -> Figures:
         figures["peak_GiB"] = float(reported[:, 2].max()) / GIB
     if topology.dynamic_cp:
         sizes = schedule.cp_size_grid.ravel()[schedule.microbatch_of]
-        fractions = {size: int(schedule.lengths[sizes == size].sum()) / total for size in topology.dynamic_cp_sizes}
-        figures |= {f"tokens_at_cp_{size}": fraction for size, fraction in fractions.items()}
-        figures["mean_cp_size"] = sum(size * fraction for size, fraction in fractions.items())
+        figures["mean_cp_size"] = int((sizes * schedule.lengths).sum()) / total
     elif schedule.home_ranks is not None:
         moved = schedule.lengths[schedule.destinations() != schedule.home_ranks]
         figures["moved_fraction"] = int(moved.sum()) / total
@@ -338,13 +311,10 @@ def log_line(figures: Figures) -> str:
     parts = [
         f"max/mean of rank time: planned {figures['planned_imbalance']:.4f}, measured {measured}",
         f"{figures['over_bound']:.4f} of the bound, where {figures['unavoidable_waiting']:.1%} of the time is waiting",
-        f"micro-batches {figures['num_microbatches']:.4g} ({figures['num_shapes']:.0f} shapes so far)",
+        f"micro-batches {figures['num_microbatches']:.4g}",
     ]
     if "mean_cp_size" in figures:
-        prefix = "tokens_at_cp_"
-        fractions = {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
-        sizes = ", ".join(f"{size}: {fraction:.0%}" for size, fraction in fractions.items() if fraction)
-        parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token ({sizes})")
+        parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token")
     parts.append(f"padding {figures['padding_fraction']:.1%}")
     if figures["oversized_samples"]:
         parts.append(f"samples over the cap {figures['oversized_samples']:.4g}")
@@ -355,44 +325,43 @@ def log_line(figures: Figures) -> str:
 
 
 class Alarms:
-    """Warn once of each excess that lasts ALARM_STEPS steps in a row; steps where it is not known are left out."""
+    """Warns once of each excess that lasts ALARM_STEPS steps in a row, and names the slowest rank each SPEED_STEPS."""
 
     def __init__(self) -> None:
         self._num_steps = {EXPOSED: 0, UNEVEN: 0}
-        self._planned: deque[float] = deque(maxlen=REPORT_DELAY + 1)
+        self._plans: deque[tuple[DataSchedule, float]] = deque(maxlen=REPORT_DELAY + 1)
+        self._measured: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
 
-    def check(self, figures: Figures, *, step_seconds: float | None) -> None:
-        """Of one step: the measured imbalance is that of an earlier one; seconds since the step before, if known."""
-        self._planned.append(figures["planned_imbalance"])
+    def check(
+        self, schedule: DataSchedule, figures: Figures, *, seconds: NDArray[np.float64], step_seconds: float | None
+    ) -> None:
+        """Of a step, `[dp_size]` seconds of ranks in an earlier one, 0 where not known, and those since the last step.
+
+        Without the last, which count on GPUs, no excess is looked for.
+        """
+        self._plans.append((schedule, figures["planned_imbalance"]))
+        if len(self._plans) <= REPORT_DELAY:
+            return
+        measured_schedule, planned = self._plans[0]
         if step_seconds is not None:
             self._count(EXPOSED, figures["exposed_seconds"] / step_seconds, limit=MAX_EXPOSED)
-        if "measured_imbalance" in figures and len(self._planned) > REPORT_DELAY:
-            self._count(UNEVEN, figures["measured_imbalance"] / self._planned[0] - 1, limit=MAX_UNEVEN)
+            if "measured_imbalance" in figures:
+                self._count(UNEVEN, figures["measured_imbalance"] / planned - 1, limit=MAX_UNEVEN)
+        # Where ranks wait in micro-batches their seconds hold those of others.
+        waits_at_end = waiting(schedule.objective, topology=schedule.topology).sync_size == 1
+        if waits_at_end and not schedule.topology.dynamic_cp and (seconds > 0).all():
+            self._measured.append((measured_schedule.cost_grid.sum(axis=1), seconds))
+            if len(self._measured) == SPEED_STEPS:
+                self._name_slowest_rank()
 
     def _count(self, text: str, value: float, *, limit: float) -> None:
         self._num_steps[text] = self._num_steps[text] + 1 if value > limit else 0
         if self._num_steps[text] == ALARM_STEPS:
             warn_once(text.format(value), topic=text)
 
-
-class RankSpeeds:
-    """Names the rank that takes longest for its work, every SPEED_STEPS steps in which ranks wait at the end alone."""
-
-    def __init__(self) -> None:
-        self._costs: deque[NDArray[np.int64]] = deque(maxlen=REPORT_DELAY + 1)
-        self._steps: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
-
-    def add(self, schedule: DataSchedule, *, seconds: NDArray[np.float64]) -> None:
-        """The plan of a step, and the `[dp_size]` seconds of an earlier one, 0 where not known."""
-        if schedule.topology.dynamic_cp or waiting(schedule.objective, topology=schedule.topology).sync_size > 1:
-            return
-        self._costs.append(schedule.cost_grid.sum(axis=1))
-        if len(self._costs) > REPORT_DELAY and (seconds > 0).all():
-            self._steps.append((self._costs[0], seconds))
-        if len(self._steps) < SPEED_STEPS:
-            return
-        costs, measured = (np.array(columns, dtype=float) for columns in zip(*self._steps, strict=True))
-        self._steps.clear()
+    def _name_slowest_rank(self) -> None:
+        costs, measured = (np.array(columns, dtype=float) for columns in zip(*self._measured, strict=True))
+        self._measured.clear()
         slowdowns = rank_slowdowns(costs, seconds=measured)
         rank = int(slowdowns.argmax())
         text = (
@@ -414,44 +383,41 @@ class StepTimer:
     jobs of the machine do not lengthen.
     """
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self, step: BalancedStep, *, iteration: int, on_gpu: bool) -> None:
+        self.number, self.iteration, self.num_microbatches = step.number, iteration, step.num_microbatches
         self._on_gpu = on_gpu
-        self._passes: list[tuple[int | None, Any, Any]] = []
+        self._forward: list[tuple[Any, Any]] = []
+        self._backward: list[tuple[Any, Any]] = []
 
     @contextlib.contextmanager
     def timed(self, number: int | None) -> Iterator[None]:
         """Measures a forward pass of the micro-batch of this number, or without one a backward pass, in one order."""
         start = self._mark()
         yield
-        self._passes.append((number, start, self._mark()))
+        (self._backward if number is None else self._forward).append((start, self._mark()))
 
     @property
     def is_finished(self) -> bool:
         """True if the device has passed the last mark; does not wait."""
-        return not self._on_gpu or not self._passes or self._passes[-1][-1].query()
+        return not self._on_gpu or not self._backward or self._backward[-1][1].query()
 
-    def seconds(self, num_microbatches: int, *, waits: bool = False) -> NDArray[np.float64] | None:
+    def seconds(self, *, waits: bool = False) -> NDArray[np.float64] | None:
         """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
 
         Once `is_finished`, or where the caller `waits` for the device.
 
         `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
         """
-        if waits and self._on_gpu and self._passes:
-            self._passes[-1][-1].synchronize()
-        forward: list[tuple[int, float]] = []
-        backward: list[float] = []
-        for number, start, end in self._passes:
-            seconds = start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
-            if number is None:
-                backward.append(seconds)
-            else:
-                forward.append((number, seconds))
-        if not forward or len(forward) != len(backward):
+        if not self._forward or len(self._forward) != len(self._backward):
             return None
-        pairs = sorted((number, first + second) for (number, first), second in zip(forward, backward, strict=True))
-        sums = np.array([seconds for _, seconds in pairs])
-        return sums if len(sums) == num_microbatches else sums.sum(keepdims=True)
+        if waits and self._on_gpu:
+            self._backward[-1][1].synchronize()
+        pairs = zip(self._forward, self._backward, strict=True)
+        sums = np.array([sum(self._between(*marks) for marks in pair) for pair in pairs])
+        return sums if len(sums) == self.num_microbatches else sums.sum(keepdims=True)
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -28,9 +28,9 @@ from megatron_balance.samples.sample import Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import HashChains
 
 STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SAMPLES, REPORTED = range(5)
-NUM_REPORTED = 6
+NUM_REPORTED = 5
 """Numbers of a rank that travel along: whether its iterator is new, plans that its training process had to make, memory
-of its device (3), the time of a step."""
+of its device (2), the time of a step."""
 
 HEADER_FIELDS = REPORTED + NUM_REPORTED
 ROW_MULTIPLE = 64  # int64: 512 bytes

@@ -123,7 +123,7 @@ def assert_evaluates_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
 
 
 FIGURES = {
-    *("planned_imbalance", "over_bound", "unavoidable_waiting", "num_microbatches", "padding_fraction", "num_shapes"),
+    *("planned_imbalance", "over_bound", "unavoidable_waiting", "num_microbatches", "padding_fraction"),
     *("plan_seconds", "exchange_seconds", "exposed_seconds", "oversized_samples", "fallback_plans"),
 }
 MEANS = re.compile(r"(moe/)?(load_balancing|z)_loss|mtp_\d+ loss")
