@@ -25,7 +25,7 @@ from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_balance.adapters.verl.rows import BalancedData
+    from megatron_balance.adapters.verl.hooks import BalancedData
 
 __all__ = ["balance_data_proto", "choose_cost", "install", "is_installed"]
 
@@ -97,7 +97,7 @@ def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = No
     Raises:
         BalanceError: the lengths of the rows are not known, or there are none.
     """
-    from megatron_balance.adapters.verl.rows import split_rows  # loads verl
+    from megatron_balance.adapters.verl.hooks import split_rows  # loads verl
 
     cost_model = installation.settings if model_config is None else None
     return split_rows(obj, chunks, cost_model=cost_model or choose_cost(model_config))

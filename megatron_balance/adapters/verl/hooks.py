@@ -3,30 +3,39 @@
 verl's modules bind functions by value. Modules that are loaded are hooked at once. The trainers load later than the
 plug-in: they are hooked when the first worker group is made, in the one process that has a trainer.
 
+verl cuts a batch into consecutive parts, one a data-parallel rank, and each rank cuts its part into consecutive
+slices. Slice i of all ranks together is mini-batch i, and ranks meet after each. An order of rows is a permutation.
+Padding rows are part of it, so that undoing the order and then trimming them gives every row back.
+
 Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows,
-since ranks meet after each, and so does one of the critic's. Batches of the prefix grouper, whose uids stay together,
-are ordered by verl.
+and so does one of the critic's; every rank gets the same number of them, or nearly (62 rows over 4 ranks: at most 16
+each). Batches of the prefix grouper, whose uids stay together, are ordered by verl.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from tensordict import TensorDict
 from verl.protocol import DataProto
+from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from megatron_balance.adapters.kit import Function, Hook, sample_costs
-from megatron_balance.adapters.kit.ranks import agreed_microbatches
+from megatron_balance.adapters.kit import Function, Hook, agreed_microbatches, even_parts, sample_costs
 from megatron_balance.adapters.verl import installation
-from megatron_balance.adapters.verl.rows import balanced_partitions, order_rows, row_lengths, select_rows
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner import organ_pipe_order
+
+Ints = NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +120,16 @@ def _calculate_workload(stock: Function, cost_model: CostModel, seqlen_list: Any
 def _get_partitions(
     stock: Function, _: CostModel, seqlen_list: Any, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    return balanced_partitions(seqlen_list, num_parts=k_partitions, equal_size=equal_size)
+    """`[k_partitions]` lists of indices, ascending, none empty; workloads may be floats."""
+    # As Python objects: sums of costs may leave int64.
+    loads = (
+        seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else [np.asarray(load).item() for load in seqlen_list]
+    )
+    for index, load in enumerate(loads):
+        if load < 0 or load != int(load):
+            raise BalanceError(f"workload {index} is {load!r}: it must be a whole number of at least 0.")
+    parts = even_parts([*map(int, loads)], num_parts=k_partitions, equal_count=equal_size)
+    return [part.tolist() for part in parts]
 
 
 def _rearrange_micro_batches(
@@ -201,3 +219,76 @@ def _dp_size(trainer: Any) -> int:
     """Data-parallel ranks of the actor, from the worker group's answer where it has asked its workers."""
     group = trainer.actor_rollout_wg
     return max(group._dispatch_info.get("actor") or group._query_dispatch_info("actor")) + 1
+
+
+def order_rows(
+    lengths: Ints, *, num_ranks: int, cost_model: CostModel, minibatch_rows: int | None = None
+) -> list[Ints]:
+    """The rows of each rank, mini-batch after mini-batch: int64 `[num_rows_of_rank]` row indices.
+
+    In every mini-batch of `minibatch_rows`, by default one of all rows, ranks get equal work. Cheap rows are at both
+    ends, where a pipeline waits for them.
+    """
+    loads = sample_costs(lengths, cost_model=cost_model)
+    ranks: list[list[Ints]] = [[] for _ in range(num_ranks)]
+    for start in range(0, lengths.size, minibatch_rows or lengths.size):
+        minibatch = loads[start:][:minibatch_rows]
+        for rows, part in zip(ranks, even_parts(minibatch, num_parts=num_ranks, equal_count=True), strict=True):
+            rows.append(start + part[organ_pipe_order(minibatch[part][None, :])[0]])
+    return [*map(np.concatenate, ranks)]
+
+
+def row_lengths(data: DataProto | TensorDict) -> Ints | None:
+    """Tokens of each row: int64 `[num_rows]`, or None without usable `input_ids` or `attention_mask`."""
+    tensors = data.batch if isinstance(data, DataProto) else data
+    if tensors is None or not len(tensors.batch_size):
+        return None
+    mask, ids = tensors.get("attention_mask", None), tensors.get("input_ids", None)
+    if isinstance(ids, torch.Tensor) and ids.is_nested:
+        jagged: Any = ids  # as nested tensors are in verl
+        return jagged.offsets().diff().long().cpu().numpy()
+    if isinstance(mask, torch.Tensor) and not mask.is_nested and mask.dim() > 1:
+        return mask.reshape(mask.shape[0], -1).long().sum(dim=-1).cpu().numpy()
+    return None
+
+
+def select_rows(data: Any, rows: Ints) -> Any:
+    """The rows of a DataProto or TensorDict in this order, as a new one."""
+    index = torch.from_numpy(rows)
+    if not isinstance(data, DataProto):
+        return tensordict_utils.index_select_tensor_dict(data, index)
+    # Not select_idxs, which cannot index nested tensors.
+    batch = None if data.batch is None else tensordict_utils.index_select_tensor_dict(data.batch, index)
+    columns = {key: column[rows] for key, column in data.non_tensor_batch.items()}
+    return type(data)(batch=batch, non_tensor_batch=columns, meta_info=data.meta_info)
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedData:
+    """A DataProto cut into parts of equal work, one a rank, all with the same number of rows."""
+
+    parts: tuple[DataProto, ...]
+    order: Ints  # the rows of the padded batch, part after part
+    num_rows: int  # before padding
+
+    def restore(self, outputs: list[DataProto]) -> DataProto:
+        """Joins the ranks' outputs in the original order of the rows, without the padding.
+
+        Raises:
+            BalanceError: the outputs do not have a row for each row of the parts.
+        """
+        output = DataProto.concat(outputs)
+        if len(output) != self.order.size:
+            raise BalanceError(f"the ranks returned {len(output)} rows for {self.order.size}.")
+        # First in order, then trimmed: the padding is at the end only once the order is undone.
+        return select_rows(output, np.argsort(self.order, kind="stable")[: self.num_rows])
+
+
+def split_rows(data: DataProto, num_parts: int, *, cost_model: CostModel) -> BalancedData:
+    """A DataProto in parts of equal size and nearly equal work, padded by copies of its last row."""
+    lengths = row_lengths(data)
+    if lengths is None or not lengths.size:
+        raise BalanceError("a DataProto is balanced by its attention_mask or nested input_ids: it has no such rows.")
+    padded = np.concatenate([np.arange(lengths.size), np.full(-lengths.size % num_parts, lengths.size - 1)])
+    ranks = order_rows(lengths[padded], num_ranks=num_parts, cost_model=cost_model)
+    return BalancedData(tuple(select_rows(data, padded[rows]) for rows in ranks), np.concatenate(ranks), lengths.size)
