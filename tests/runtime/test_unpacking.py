@@ -1,16 +1,20 @@
-"""Batches of a dataloader, Megatron's or Megatron-Bridge's → samples."""
+"""Batches of a data loader, Megatron's or Megatron-Bridge's → samples: packed rows, padded rows, rows with images."""
 
 import itertools
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_rows import rows_of
+from sample_rows import Sample, rows_of, samples_of, schema_of
 
 from megatron_balance import BalanceError
+from megatron_balance.runtime.gather import image_patches
 from megatron_balance.samples.packing import pack_microbatch, with_attention_keys
-from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens
+from megatron_balance.samples.sample import Samples, SampleSchema
+from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
 
 PAD = 0
 
@@ -112,17 +116,6 @@ def test_a_masked_constant_tail_is_stripped():
     assert tokens_of(split_packed(batch)) == [[PAD], [PAD]]
 
 
-def test_cu_seqlens_padded_says_where_sequences_start():
-    batch = {
-        "tokens": torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]]),
-        "loss_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]]).float(),
-        # The right padding of cu_seqlens is the row's length, which here is no end of a sequence.
-        "cu_seqlens": torch.tensor([[0, 3, 5, 8], [0, 8, 8, 8]], dtype=torch.int32),
-        "cu_seqlens_padded": torch.tensor([[0, 4, 8, 8], [0, 8, 8, 8]], dtype=torch.int32),
-    }
-    assert tokens_of(split_packed(batch)) == [[1, 2, 3], [4, 5], [1, 2, 3, 4, 5, 6, 7, 8]]
-
-
 def starts(*values):
     return torch.tensor([values], dtype=torch.int32)
 
@@ -197,3 +190,210 @@ def test_a_bad_batch_says_where(change, phrase):
     change(batch)
     with pytest.raises(BalanceError, match=phrase):
         split_packed(batch)
+
+
+# Padded rows ----------------------------------------------------------------------------------------------------------
+
+FILLER, WIDTH, END = 9, 6, 7
+ATTENTION_MASK = "attention_mask"
+
+MASKS = ("none", "marked", "marked_bool", "square", "square_of_each")
+
+
+def padded(rows: list[list[int]], *, mask: str = "none", width: int = WIDTH) -> dict[str, Any]:
+    """Rows of tokens; each is to predict its next token, and END after the last."""
+    tokens = torch.tensor([[*row, *[FILLER] * (width - len(row))] for row in rows])
+    labels = torch.tensor([[*[*row, END][1:], *[FILLER] * (width - len(row))] for row in rows])
+    real = torch.tensor([[place < len(row) for place in range(width)] for row in rows])
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": real.float(), "position_ids": torch.arange(width)}
+    batch["position_ids"] = batch["position_ids"].expand(len(rows), -1)
+    later = torch.ones(width, width, dtype=torch.bool).triu(1)
+    masks = {
+        "none": None,
+        "marked": real.long(),
+        "marked_bool": real,
+        "square": later[None, None],
+        "square_of_each": later | ~real[:, None, None, :],
+    }
+    return batch | {ATTENTION_MASK: masks[mask]}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=WIDTH), min_size=1, max_size=4),
+    st.sampled_from(MASKS),
+    st.integers(0, 3),
+)
+def test_every_row_becomes_a_sample_of_its_length(rows: list[list[int]], mask: str, spare: int) -> None:
+    batch = padded(rows, mask=mask, width=WIDTH + spare)
+    sources = [FILLER] + [ATTENTION_MASK] * (mask not in ("none", "square"))
+    for padding in sources:
+        samples = split_packed(with_row_lengths(batch, padding=padding))
+        assert [tokens.tolist() for tokens in samples.columns["tokens"]] == rows
+        assert [labels.tolist() for labels in samples.columns["labels"]] == [[*row[1:], END] for row in rows]
+        assert all(mask.all() for mask in samples.columns["loss_mask"])
+        assert ATTENTION_MASK not in samples.columns
+
+
+def test_what_looks_like_padding_stays_where_it_is_learned_or_followed_and_one_token_always() -> None:
+    full = padded([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]], mask="square")
+    assert with_row_lengths(full, padding=ATTENTION_MASK)["cu_seqlens"].tolist() == [[0, WIDTH], [0, WIDTH]]
+    batch = padded([[FILLER, FILLER, 2, 3], [FILLER]])
+    batch["loss_mask"][1] = 0
+    assert with_row_lengths(batch, padding=FILLER)["cu_seqlens"].tolist() == [[0, 4], [0, 1]]
+    batch["loss_mask"][0, 4] = 1
+    assert with_row_lengths(batch, padding=FILLER)["cu_seqlens"].tolist() == [[0, 5], [0, 1]]
+
+
+def changed(batch: dict[str, Any], name: str, place: Any, value: float) -> dict[str, Any]:
+    batch[name][place] = value
+    return batch
+
+
+OF_DOCUMENTS = changed(padded([[1, 2, 3, 4]], mask="square_of_each"), ATTENTION_MASK, np.s_[0, 0, 2:4, :2], True)
+FRONT_MARKED = changed(padded([[1, 2, 3]], mask="marked"), ATTENTION_MASK, (0, 0), 0)
+LOSS_ON_PADDING = changed(padded([[1, 2], [1, 2, 3]], mask="marked"), "loss_mask", (1, 4), 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "padding", "message"),
+    [
+        (FRONT_MARKED, ATTENTION_MASK, "Row 0: attention_mask has padding before its last real token"),
+        (LOSS_ON_PADDING, ATTENTION_MASK, "Row 1: 1 tokens with loss_mask lie outside every sequence"),
+        (OF_DOCUMENTS, FILLER, "Row 0: attention_mask is not causal over its real tokens"),
+        (OF_DOCUMENTS, ATTENTION_MASK, "Row 0: attention_mask is not causal over its real tokens"),
+        (padded([[1]]), ATTENTION_MASK, "--balance-unpad is attention_mask, and the data has none"),
+        (padded([[1]]) | {ATTENTION_MASK: torch.ones(1, 2)}, ATTENTION_MASK, r"attention_mask has shape \[1, 2\]"),
+        ({**padded([[1]]), "loss_mask": None}, FILLER, "rows are padded and have no loss_mask"),
+    ],
+)
+def test_what_is_no_padding_at_the_end_is_refused(batch: dict[str, Any], padding: int | str, message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        split_packed(with_row_lengths(batch, padding=padding))
+
+
+# Keys of other lengths, as of images ----------------------------------------------------------------------------------
+
+
+def with_patches(length: int, image_patches: list[int], first: int = 1) -> Sample:
+    tokens = torch.arange(first, first + length)
+    return Sample(
+        {"tokens": tokens, "loss_mask": torch.ones(length), "position_ids": tokens - first},
+        ragged={
+            "pixel_values": torch.arange(sum(image_patches) * 3.0).view(-1, 3) + 100 * first,
+            "image_grid_thw": torch.tensor([[1, 1, n] for n in image_patches], dtype=torch.int64).view(-1, 3),
+        },
+    )
+
+
+def test_packs_have_images_in_the_order_of_samples() -> None:
+    samples = [with_patches(4, [2, 3]), with_patches(2, [], 10), with_patches(5, [4], 20)]
+    batch = pack_microbatch(samples_of(samples), token_multiple=4, cp_size=2)
+    assert torch.equal(batch["pixel_values"], torch.cat([one.ragged["pixel_values"] for one in samples]))
+    assert batch["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 3], [1, 1, 4]]
+    assert batch["image_grid_thw_lengths"].tolist() == [2, 0, 1]
+    assert batch["pixel_values_lengths"].tolist() == [5, 0, 4]
+    for one, again in zip(samples, rows_of(split_packed(batch)), strict=True):
+        assert schema_of(one) == schema_of(again)
+        for name, tensor in one.tensors.items():
+            assert torch.equal(again.tensors[name], tensor), name
+
+
+def image_rows(**changes: Any) -> dict[str, Any]:
+    """Two rows: sequences of 3 and 2 tokens, and one of 4; four images, of 2, 1, 1 and 3 patches."""
+    batch = {
+        "tokens": torch.arange(1, 13).view(2, 6),
+        "loss_mask": torch.tensor([[1.0] * 5 + [0], [1.0] * 4 + [0, 0]]),
+        "cu_seqlens": torch.tensor([[0, 3, 5], [0, 4, 4]]),
+        "pixel_values": torch.arange(7.0)[:, None],
+        "pixel_values_lengths": torch.tensor([3, 1, 3]),
+        "image_grid_thw": torch.arange(12).view(4, 3),
+        "image_grid_thw_lengths": torch.tensor([2, 1, 1]),
+    }
+    return batch | changes
+
+
+def test_rows_say_how_many_entries_each_sequence_has() -> None:
+    samples = rows_of(split_packed(image_rows()))
+    assert [one.ragged["pixel_values"].flatten().tolist() for one in samples] == [[0, 1, 2], [3], [4, 5, 6]]
+    assert [len(one.ragged["image_grid_thw"]) for one in samples] == [2, 1, 1]
+
+
+def test_masked_tokens_at_the_end_stay_where_images_may_stand_there() -> None:
+    masked = image_rows(
+        loss_mask=torch.tensor([[1.0, 1, 1, 0, 0, 0], [1.0, 0, 0, 0, 0, 0]]), tokens=torch.ones(2, 6).long()
+    )
+    assert [one.length for one in rows_of(split_packed(masked))] == [3, 2, 4]
+    plain = {name: tensor for name, tensor in masked.items() if "image" not in name and "pixel" not in name}
+    assert [one.length for one in rows_of(split_packed(plain))] == [3, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "phrase"),
+    [
+        # One count a row.
+        (
+            {"pixel_values_lengths": torch.tensor([4, 3])},
+            r"pixel_values_lengths is torch.int64 \[2\]: it must be integers, \[3\], one a sequence",
+        ),
+        (
+            {"pixel_values_lengths": torch.tensor([3, 1, 2])},
+            r"\[3, 1, 2\]: it must be .* the 7 entries of pixel_values",
+        ),
+        ({"pixel_values_lengths": torch.tensor([8, -4, 3])}, "must be 0 or more"),
+        ({"pixel_values_lengths": torch.ones(3)}, "must be integers"),
+        ({"audio": torch.zeros(9, 2)}, "audio has shape .* have its entries counted by audio_lengths"),
+    ],
+)
+def test_rows_that_cannot_be_split_are_refused_by_name(changes: dict[str, Any], phrase: str) -> None:
+    with pytest.raises(BalanceError, match=phrase):
+        split_packed(image_rows(**changes))
+
+
+def with_ragged(**ragged: Any) -> Sample:
+    return Sample({"tokens": torch.zeros(2)}, ragged=ragged)
+
+
+def test_a_grid_counts_each_frame_as_an_image() -> None:
+    samples = [
+        with_ragged(image_grid_thw=torch.tensor(images).view(-1, 3), video_grid_thw=torch.tensor(frames).view(-1, 3))
+        for images, frames in (([1, 4, 6, 1, 2, 2], [3, 2, 5]), ([], []), ([1, 4, 6], []))
+    ]
+    expected = [[24 + 4 + 3 * 10, 24**2 + 4**2 + 3 * 10**2], [0, 0], [24, 24**2]]
+    assert image_patches(samples_of(samples)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("ragged", "phrase"),
+    [
+        ({"image_grid_thw": torch.zeros(1, 2)}, r"grids are float32 of shape \[1, 2\]: they must be"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, -4, 6]])}, "integers of at least 0"),
+        ({"pixel_values": torch.zeros(4, 48)}, "pixel_values come without image_grid_thw or video_grid_thw"),
+    ],
+)
+def test_patches_that_cannot_be_counted(ragged: dict[str, Any], phrase: str) -> None:
+    with pytest.raises(BalanceError, match=phrase):
+        image_patches(samples_of([with_ragged(**ragged)]))
+
+
+# Schemas --------------------------------------------------------------------------------------------------------------
+
+
+def test_items_share_a_schema_or_say_why_not() -> None:
+    first = Sample({"tokens": torch.arange(3)}, per_sample={"id": torch.tensor(7)}, ragged={"grids": torch.zeros(2, 3)})
+    same = Sample({"tokens": torch.arange(5)}, per_sample=first.per_sample, ragged={"grids": torch.zeros(0, 3)})
+    parts = [samples_of([]), samples_of([first]), samples_of([same])]
+    assert Samples.joined(parts).schema == schema_of(first) == SampleSchema.from_text(schema_of(first).to_text())
+    assert Samples.joined([]).schema is None
+    for other, phrase in (
+        (Sample(first.per_token, ragged=first.ragged), "'id' is missing"),
+        (Sample({**first.per_token, "more": torch.ones(3)}, first.per_sample, first.ragged), "no such key"),
+        (Sample({"tokens": torch.ones(3)}, first.per_sample, first.ragged), "'tokens' is float32 .* has int64"),
+        (Sample(first.per_token, {**first.per_sample, **first.ragged}), r"\[2, 3\] where .* \[num_entries, 3\]"),
+    ):
+        with pytest.raises(BalanceError, match=f"Item 2 differs from item 1.*{phrase}"):
+            Samples.joined([*parts[:2], samples_of([other])])
+
+
+def test_a_peer_cannot_name_another_object_of_torch() -> None:
+    with pytest.raises(BalanceError, match="'Tensor'"):
+        SampleSchema.from_text('[["tokens","Tensor",[],"per_token"]]')
