@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,14 @@ def counting_allocator(
 
 
 def made_up_seconds(
-    watch: Watch, *, launch: float, token: float, squared: float, waits: bool = False, noise: float = 0.0
+    watch: Watch,
+    *,
+    launch: float,
+    token: float,
+    squared: float,
+    waits: bool = False,
+    noise: float = 0.0,
+    slowness: Sequence[float] = (),
 ) -> None:
     """Have micro-batches take so many seconds, a token and a squared token, whatever this machine does.
 
@@ -160,11 +167,10 @@ def made_up_seconds(
     def begin(self: Any, step: Any, *, iteration: int) -> None:
         stock(self, step, iteration=iteration)
         if self._timer is not None:
-            self._timer.step = step, iteration
+            self._timer.plan = step.schedule
 
-    def seconds(timer: Any, num_microbatches: int, **_: Any) -> Any:
-        step, iteration = timer.step
-        plan = step.schedule
+    def seconds(timer: Any, **_: Any) -> Any:
+        plan = timer.plan
         lengths = plan.lengths.astype(float)
         costs, width = plan.cost_model, plan.topology.ep_dp_size
         experts = costs.expert_linear / (costs.linear + costs.expert_linear) if width > 1 else 0.0
@@ -174,10 +180,12 @@ def made_up_seconds(
         )
         means = tokens.reshape(-1, width, tokens.shape[1]).mean(axis=1).repeat(width, axis=0)
         grid = launch + token * ((1 - experts) * tokens + experts * means) + squared * squares
-        grid *= np.exp(noise * np.random.default_rng(iteration).standard_normal(grid.shape))
+        grid *= np.exp(noise * np.random.default_rng(timer.iteration).standard_normal(grid.shape))
+        if slowness:
+            grid *= np.array(slowness)[:, None]
         if waits:
             grid[:] = grid.max(axis=0)
-        return grid[mpu.get_data_parallel_rank(), :num_microbatches]
+        return grid[mpu.get_data_parallel_rank(), : timer.num_microbatches]
 
     telemetry.Telemetry.begin = begin  # type: ignore[method-assign]
     telemetry.StepTimer.seconds = seconds  # type: ignore[method-assign]
