@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,20 @@ def step_of(info: RunInfo, lengths: Sequence[int], **options: Any) -> StepRecord
     shared = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
     schedule = build_data_schedule(lengths, objective=info.objective, **shared, **options)
     return StepRecord.from_schedule(schedule, iteration=1)
+
+
+@contextlib.contextmanager
+def record_writers(
+    folder: Path, info: RunInfo, *, num_ranks: int, resume: bool = False
+) -> Iterator[list[RecordWriter]]:
+    """Those of all ranks, closed in the end."""
+    with contextlib.ExitStack() as stack:
+        writers = [
+            RecordWriter(folder, rank=rank, info=None if rank else info, resume=resume) for rank in range(num_ranks)
+        ]
+        for writer in writers:
+            stack.callback(writer.close)
+        yield writers
 
 
 def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segments: int = 1) -> StepRecord:
@@ -77,9 +92,9 @@ def write_record(
         step = replace(plans[index % len(plans)], iteration=index + 1)
         factors = 1 + noise * np.random.default_rng(index).uniform(-1, 1, step.costs.shape)
         steps.append(replace(step, seconds=(step.costs * 1e-9 * factors).astype(np.float32)))
-    ranks = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(len(steps[0].costs))]
-    for step in steps:
-        ranks[0].add_step(step)
-        for rank, seconds in enumerate(step.seconds if measured else ()):
-            ranks[rank].add_seconds(step.iteration, seconds=seconds[step.cp_size_grid[rank] > 0])
+    with record_writers(folder, info, num_ranks=len(steps[0].costs)) as ranks:
+        for step in steps:
+            ranks[0].add_step(step)
+            for rank, seconds in enumerate(step.seconds if measured else ()):
+                ranks[rank].add_seconds(step.iteration, seconds=seconds[step.cp_size_grid[rank] > 0])
     return steps

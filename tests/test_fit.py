@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_runs import run_info
+from recorded_runs import record_writers, run_info
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration, Fit, Measurements, fit_microbatches
-from megatron_balance.record import RecordWriter, StepRecord, read_record
+from megatron_balance.record import StepRecord, read_record
 from megatron_balance.record.fit import fit_record, measurements
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
@@ -35,18 +35,18 @@ def write_record(
     info = run_info(topology, limits=Limits(4096), cost_model=cost_model, environment={"attention_rate": RATE})
     rng = np.random.default_rng(7)
     num_rows = topology.dp_cp_size if topology.dynamic_cp else topology.dp_size
-    writers = [RecordWriter(folder, rank=rank, info=None if rank else info) for rank in range(num_rows)]
-    for iteration in range(1, num_steps + 1):
-        lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
-        schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=info.limits)
-        writers[0].add_step(StepRecord.from_schedule(schedule, iteration=iteration))
-        for rank, writer in enumerate(writers):
-            sizes = schedule.cp_sizes[rank] if topology.dynamic_cp else [1] * schedule.num_microbatches
-            seconds = [
-                seconds_of(lengths[list(slot)], topology=topology, size=size) * max(rng.normal(1, noise), 0.1)
-                for slot, size in zip(schedule.ranks[rank], sizes, strict=True)
-            ]
-            writer.add_seconds(iteration, seconds=np.array(seconds))
+    with record_writers(folder, info, num_ranks=num_rows) as writers:
+        for iteration in range(1, num_steps + 1):
+            lengths = np.clip(rng.lognormal(6, 1.2, 64).astype(np.int64), 16, longest)
+            schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=info.limits)
+            writers[0].add_step(StepRecord.from_schedule(schedule, iteration=iteration))
+            for rank, writer in enumerate(writers):
+                sizes = schedule.cp_sizes[rank] if topology.dynamic_cp else [1] * schedule.num_microbatches
+                seconds = [
+                    seconds_of(lengths[list(slot)], topology=topology, size=size) * max(rng.normal(1, noise), 0.1)
+                    for slot, size in zip(schedule.ranks[rank], sizes, strict=True)
+                ]
+                writer.add_seconds(iteration, seconds=np.array(seconds))
     return folder
 
 

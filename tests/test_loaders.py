@@ -149,16 +149,6 @@ def test_a_step_that_does_not_fit_is_mixed_with_the_one_of_fewest_tokens():
         sampler(np.sort(lengths)[::-1], shuffle=False, **options)
 
 
-def test_orders_follow_from_seed_and_epoch():
-    epochs = []
-    for epoch in (0, 1, 0):
-        each = sampler(lengths_of(64))
-        each.set_epoch(epoch)
-        epochs.append(list(each))
-    assert epochs[0] == epochs[2] != epochs[1]
-    assert list(sampler(lengths_of(64), seed=1)) != epochs[0]
-
-
 @pytest.mark.parametrize("given_before", range(9))
 def test_a_state_goes_on_in_the_middle_of_a_step(given_before):
     first = sampler(lengths_of(64))

@@ -204,17 +204,6 @@ def test_hybrid_patterns_follow_megatrons_symbols() -> None:
     )
 
 
-def test_an_mtp_layer_is_the_last_one_with_its_own_number() -> None:
-    shape = replace(
-        DENSE, **EXPERTS, moe_layer_freq=(0, 1), window_size=(3, 0), window_attn_skip_freq=(1, 0), mtp_num_layers=1
-    )
-    assert shape.layers() == (
-        Layer("attention", "dense", 4),
-        Layer("attention", "moe", 0),
-        Layer("attention", "moe", 4),
-    )
-
-
 # Megatron's arguments, without Megatron ------------------------------------------------------------------------------
 
 ARGS: dict[str, Any] = {
@@ -225,24 +214,6 @@ ARGS: dict[str, Any] = {
     "num_query_groups": 1,
     "group_query_attention": False,
 }
-
-
-def test_arguments_not_given_take_megatrons_defaults() -> None:
-    shape = ModelShape.from_megatron_args(Namespace(**ARGS))
-    assert (shape.num_query_groups, shape.kv_channels, shape.ffn_hidden_size) == (4, 16, 256)
-    assert not shape.gated_linear_unit
-    assert ModelShape.from_megatron_args(Namespace(**ARGS, swiglu=True)).ffn_hidden_size == 128
-    assert (shape.lora_rank, ModelShape.from_megatron_args(Namespace(**ARGS, lora_rank=8)).lora_rank) == (0, 8)
-    assert ModelShape.from_megatron_args(Namespace(**{**ARGS, "group_query_attention": True})).num_query_groups == 1
-
-
-def test_sparse_attention_is_every_latent_layer_or_those_a_pattern_names() -> None:
-    args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
-    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).layers()} == {"dsa"}
-    args = Namespace(**ARGS, **LATENT, **INDEXER)
-    assert {layer.mixer for layer in ModelShape.from_megatron_args(args).layers()} == {"mla"}
-    shape = ModelShape.from_megatron_args(Namespace(**ARGS, **LATENT, **INDEXER, hybrid_layer_pattern="D-+-"))
-    assert [layer.mixer for layer in shape.layers()] == ["dsa", None, "mla", None]
 
 
 def test_indexers_follow_megatrons_frequency_and_offset() -> None:

@@ -139,21 +139,6 @@ def test_one_sample_fewer_makes_no_step_slower(count, dp_size, pp_size, vpp_size
     assert fewer.num_microbatches == all_samples.num_microbatches
 
 
-def test_samples_that_stay_on_their_ranks_are_planned_by_the_makespan_too():
-    lengths = np.random.default_rng(5).lognormal(7, 1.2, 128).astype(np.int64).clip(16, 16000)
-    options = {
-        "cost_model": CostModel(linear=49_000, quadratic=1, per_microbatch=128 * 49_000),
-        "topology": Topology(4, pp_size=4),
-        "limits": Limits(16384),
-    }
-    homes = np.arange(128) % 4
-    bound = build_data_schedule(lengths, home_ranks=homes, move_samples=False, **options).check()
-    costs = [4 * int(cost) for cost in bound.cost_grid[bound.cost_grid.sum(axis=1).argmax()]]
-    assert bound.predicted_cost < makespan(sorted(costs), stages=4)
-    free = build_data_schedule(lengths, home_ranks=homes, **options).check()
-    assert free.predicted_cost <= bound.predicted_cost
-
-
 @pytest.mark.parametrize(
     ("vpp_size", "ranks"),
     [(1, {}), (2, {}), (1, {"ep_size": 4}), (2, {"fully_sharded": True, "dynamic_cp": True})],

@@ -275,6 +275,8 @@ def test_layers_exchange_what_their_context_parallelism_needs() -> None:
     nets = ModelShape.preset("Qwen3-Next-80B-A3B")  # 12 layers attend, 2 groups of 256; 36 have 16 and 32 heads of 128
     ring = 3 * 12 * 2 * 2 * 256
     assert received(nets) == [ring * 2, 2 * 36 * (2 * 16 * 128 + 3 * 32 * 128 + 2 * 32) * 2, 0]
+    hybrid = ModelShape.preset("Nemotron-3-Nano-30B-A3B")  # 6 layers attend; 23 have 64 heads of 64, 8 groups of 128
+    assert received(hybrid) == [3 * 6 * 2 * 2 * 128 * 2, 23 * 2 * (3 * 64 * 64 + 2 * 8 * 128 + 64) * 2, 0]
     sparse = ModelShape.preset("DeepSeek-V3.2")
     per_layer = 2 * (512 + 64) + 128
     assert received(sparse) == [0, 0, len(sparse.layers()) * per_layer * 2]

@@ -186,24 +186,6 @@ def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
         assert {len(slots) for slots in even.ranks} == {even.num_microbatches}
 
 
-def test_the_cap_holds_where_a_cheaper_sample_has_more_tokens():
-    # By micro-batches alone an over-long sample costs no more than an empty one.
-    by_samples = CostModel(per_microbatch=5)
-    plan(
-        [0] * 8 + [9, 8], topology=Topology(1, dynamic_cp=True), cost_model=by_samples, cap=8, objective="microbatch"
-    ).check()
-    # Many short segments hold more tokens than one long segment of the same cost.
-    rng = np.random.default_rng(0)
-    lengths, counts = [], []
-    for sample in range(300):
-        counts.append(1 if sample % 2 else 8)
-        lengths += rng.integers(150, 240, 1).tolist() if sample % 2 else rng.integers(8, 32, 8).tolist()
-    for objective in ("step", "microbatch", "pipeline"):
-        plan(
-            lengths, topology=Topology(4, cp_size=2, dynamic_cp=True), cap=256, objective=objective, num_segments=counts
-        ).check()
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -260,16 +242,6 @@ def test_broken_plans_are_named():
     ):
         with pytest.raises(AssertionError, match=invariant):
             replace(schedule, **changes).check()
-
-
-def test_one_token_over_the_cap_of_a_rank_is_over():
-    schedule = plan([30, 20, 10], topology=Topology(1, dynamic_cp=True), cap=60).check()
-    assert schedule.ranks == (((0, 1, 2),),)
-    with pytest.raises(AssertionError, match="cap"):
-        replace(schedule, limits=Limits(59)).check()
-    # 118 tokens are 60 on each of two ranks: chunks are of two ranks times two.
-    assert plan([118], topology=Topology(1, cp_size=2, dynamic_cp=True), cap=60).oversized == ()
-    assert plan([121], topology=Topology(1, cp_size=2, dynamic_cp=True), cap=60).oversized == (0,)
 
 
 def test_attention_hides_the_exchange_of_long_samples():

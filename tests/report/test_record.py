@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_runs import planned_step, run_info, step_of, write_record
+from recorded_runs import planned_step, record_writers, run_info, step_of, write_record
 
 from megatron_balance import CostModel, Topology
 from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord, read_record
 from megatron_balance.record.writing import MAX_WAITING
-from megatron_balance.report.figures import time_scale
 
 INFO = run_info(
     Topology(4, cp_size=2, pp_size=2),
@@ -28,15 +27,12 @@ DYNAMIC = run_info(Topology(3, cp_size=2, dynamic_cp=True))
 
 def write_steps(folder: Path, info: RunInfo, *, first: int, num_steps: int, resume: bool) -> None:
     """As a run started at step `first` writes them; its seconds are all `first`, which tells runs apart."""
-    ranks = [
-        RecordWriter(folder, rank=rank, info=None if rank else info, resume=resume)
-        for rank in range(info.topology.dp_size)
-    ]
-    for iteration in range(first, first + num_steps):
-        step = planned_step(info, iteration=iteration, num_samples=20 + iteration)
-        ranks[0].add_step(replace(step, plan_seconds=float(first)))
-        for rank in ranks:
-            rank.add_seconds(iteration, seconds=np.full(step.num_microbatches, float(first)))
+    with record_writers(folder, info, num_ranks=info.topology.dp_size, resume=resume) as ranks:
+        for iteration in range(first, first + num_steps):
+            step = planned_step(info, iteration=iteration, num_samples=20 + iteration)
+            ranks[0].add_step(replace(step, plan_seconds=float(first)))
+            for rank in ranks:
+                rank.add_seconds(iteration, seconds=np.full(step.num_microbatches, float(first)))
 
 
 def assert_same(ours: StepRecord, theirs: StepRecord) -> None:
@@ -60,36 +56,11 @@ def test_what_was_written_reads_back(tmp_path: Path, info: RunInfo) -> None:
 def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
     info = run_info(cost_model=CostModel(linear=1, image_linear=5, image_quadratic=1))
     written = step_of(info, [100, 200, 300, 400], image_patches=[[], [16], [4, 64], [1]])
-    RecordWriter(tmp_path, rank=0, info=info).add_step(written)
+    with record_writers(tmp_path, info, num_ranks=1) as (writer,):
+        writer.add_step(written)
     (step,) = read_record(tmp_path).steps
     np.testing.assert_array_equal(step.costs, written.costs)
     assert step.costs.sum() == 1000 + 5 * 85 + 16**2 + 4**2 + 64**2 + 1
-
-
-@pytest.mark.parametrize(
-    ("dp_size", "model", "lengths", "costs"),
-    [
-        # A sample of 4 tokens waits for what its two ranks exchange, one of 200 hides it.
-        (2, CostModel(linear=10, quadratic=1, cp_exchange=100), [4, 200], [[10 * 4 + 100 * 4], [10 * 200 + 200**2]]),
-        # Two DP×CP ranks share a sample, and pay a micro-batch's fixed cost each.
-        (
-            1,
-            CostModel(linear=8, quadratic=2, per_microbatch=6),
-            [8, 12],
-            [[8 * 8 + 2 * 64 + 12, 8 * 12 + 2 * 144 + 12]],
-        ),
-    ],
-)
-def test_stock_runs_every_sample_at_the_static_size(
-    dp_size: int, model: CostModel, lengths: list[int], costs: list[list[int]]
-) -> None:
-    info = run_info(Topology(dp_size, cp_size=2, dynamic_cp=True), cost_model=model)
-    assert step_of(info, lengths, home_ranks=[0, dp_size - 1]).stock().costs.tolist() == costs
-
-
-def test_a_stage_takes_its_part_of_the_seconds(tmp_path: Path) -> None:
-    write_record(tmp_path, run_info(Topology(2, pp_size=2), cost_name="seconds"), num_steps=1, measured=False)
-    assert time_scale(read_record(tmp_path)).per_cost * 2 == 1e-18
 
 
 def test_a_killed_run_loses_at_most_its_last_line(tmp_path: Path) -> None:
@@ -142,11 +113,10 @@ def test_the_beginning_of_a_line_is_left_out_and_written_over(tmp_path: Path) ->
     record = read_record(tmp_path)
     assert [step.iteration for step in record.steps] == [1, 2, 3]
     assert_same(record.steps[-1], steps[2])
-    for rank, seconds in enumerate(steps[3].seconds):
-        writer = RecordWriter(tmp_path, rank=rank, info=None if rank else INFO, resume=True)
-        writer.add_seconds(4, seconds=seconds)
-        if rank == 0:
-            writer.add_step(steps[3])
+    with record_writers(tmp_path, INFO, num_ranks=len(steps[3].seconds), resume=True) as ranks:
+        for rank, seconds in zip(ranks, steps[3].seconds, strict=True):
+            rank.add_seconds(4, seconds=seconds)
+        ranks[0].add_step(steps[3])
     assert_same(read_record(tmp_path).steps[3], steps[3])
     (tmp_path / "seconds_rank00002.jsonl").unlink()
     assert [np.isnan(rank).all() for rank in read_record(tmp_path).steps[1].seconds] == [False, False, True, False]

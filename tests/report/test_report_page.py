@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_runs import COST_MODEL, run_info, step_of, write_record
+from recorded_runs import COST_MODEL, record_writers, run_info, step_of, write_record
 
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.cli import main
-from megatron_balance.record import RecordWriter, RunRecord
+from megatron_balance.record import RunRecord
 from megatron_balance.report import run_figures
 
 pytest.importorskip("jinja2")
@@ -61,7 +61,8 @@ def row_of(page: str, name: str) -> list[str]:
 def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
     """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
     info = run_info(cost_model=CostModel(linear=1))
-    RecordWriter(tmp_path / "record", rank=0, info=info).add_step(step_of(info, [900, 100, 100, 100]))
+    with record_writers(tmp_path / "record", info, num_ranks=1) as (writer,):
+        writer.add_step(step_of(info, [900, 100, 100, 100]))
     page = report(tmp_path, tmp_path / "record")
     assert row_of(page, "waiting that no plan at these sizes removes") == ["66.7%", "66.7%"]
     assert row_of(page, "above the lower bound, mean")[1] == "+0.00%"

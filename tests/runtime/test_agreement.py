@@ -79,13 +79,3 @@ def test_a_store_that_is_gone_is_named():
         check_settings_match(
             {}, rendezvous=Rendezvous(client, 1, num_ranks=2, timeout=timedelta(seconds=0.3)), topic="flags"
         )
-
-
-def test_a_setting_that_a_rank_lacks_differs():
-    [heard, _] = meet([{"cap": "1"}, {}])
-    assert "cap is 1 on rank 0 and not set on rank 1" in heard
-    [heard, _] = meet([{f"s{number}": "1" for number in range(9)}, {}])
-    assert "and 4 more" in heard
-    heard, *_ = meet([{"balancing": "on", "cap": "1"}, {"balancing": "off"}])
-    assert "balancing is on on rank 0 and off on rank 1" in heard
-    assert "cap" not in heard  # which ranks that balance have alone

@@ -251,23 +251,6 @@ def test_ranks_that_meet_in_every_micro_batch(sizes: dict[str, int], objective: 
     assert grid.max(axis=0).sum() * 4 <= 1.01 * grid.sum()
 
 
-@pytest.mark.parametrize(
-    ("precision", "reduces"),
-    [
-        ({}, False),
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, True),
-        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, False),
-        ({"fp8": None, "fp8_recipe": "delayed"}, False),  # Megatron's default recipe, without FP8
-    ],
-)
-def test_ranks_reduce_in_every_micro_batch_under_delayed_scaling(
-    precision: dict[str, str | None], reduces: bool
-) -> None:
-    """Transformer Engine reduces amaxes over all of them: ranks of unequal numbers of micro-batches would hang."""
-    topology = slime._topology(qwen3_4b(**precision), train_parallel_config=parallel_config())
-    assert topology.reduces_in_microbatches is reduces
-
-
 def sample_means(args: Any, batch: Any, values: torch.Tensor, sum_of_sample_mean: Any) -> Any:
     """A custom loss of slime: of one value a token."""
     return sum_of_sample_mean(values), {}

@@ -118,23 +118,6 @@ def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard)
     assert np.mean(stock) >= 1.08
 
 
-@pytest.mark.parametrize("lengths", [[9000] * 9, [CAP + 1, *[100] * 15]], ids=["nine bins", "over the cap"])
-def test_what_no_plan_fills_is_nemo_rls(shard: Shard, lengths: list[int]) -> None:
-    """It refuses them, or packs them in its own way: as without the adapter."""
-
-    def outcome() -> object:
-        get = vars(sys.modules[BATCHES])["get_packer"]
-        sizes = {"bin_capacity": CAP, "min_bin_count": RANKS, "bin_count_multiple": RANKS}
-        try:
-            return get(algorithm="first_fit_decreasing", **sizes).pack(sequence_lengths=lengths)
-        except ValueError as error:
-            return str(error)
-
-    stock = outcome()
-    page.install()
-    assert outcome() == stock
-
-
 def test_installs_once_and_is_undone(shard: Shard) -> None:
     stock = vars(sys.modules[BATCHES])["get_packer"]
     installed = page.install()

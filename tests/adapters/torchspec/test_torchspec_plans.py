@@ -85,18 +85,6 @@ def test_one_sample_a_rank_is_left_to_torchspec(host, cost):
     assert controller._partition_results(results) == [results[rank::4] for rank in range(4)]
 
 
-@pytest.mark.parametrize(("dp_size", "num_samples"), [(1, 4), (4, 0), (4, 7), (2, 4)])
-def test_what_cannot_be_shared_evenly_is_left_to_torchspec(host, dp_size, num_samples):
-    """Two ranks can: a sample for which inference gave no shape goes with the rest."""
-    host.install("A")
-    results = host.results(range(num_samples, 0, -1))
-    for result in results[1:2]:
-        result.tensor_shapes = None
-    ranks = host.controller(dp_size=dp_size)._partition_results(results)
-    assert sorted(item.data_id for rank in ranks for item in rank) == [f"d{sample}" for sample in range(num_samples)]
-    assert dp_size == 2 or ranks == [results[rank::dp_size] for rank in range(dp_size)]
-
-
 @pytest.mark.parametrize(
     ("lengths", "leaving"),
     [
