@@ -25,7 +25,7 @@ from megatron_balance.record import read_record
 from megatron_balance.version import build_version
 
 if TYPE_CHECKING:
-    from megatron_balance.runtime.cluster import Finding
+    from megatron_balance.runtime.rendezvous import Finding
 
 _EPILOG = """\
 start here:
@@ -154,7 +154,7 @@ def _doctor(args: argparse.Namespace) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)  # of flags: the checks report them
     try:
         from megatron_balance.mcore import doctor
-        from megatron_balance.runtime.cluster import Finding, check_cluster
+        from megatron_balance.runtime.rendezvous import Finding, check_cluster
     except ImportError as error:
         raise BalanceError(f"torch does not load ({error}): pip install '.[megatron]' in a clone.") from error
 

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.stages import STAGE_BITS, StageCosts
 from megatron_balance.errors import BalanceError, check_integer
-from megatron_balance.model.exchange import exchange_numbers
 from megatron_balance.model.flops import (
     Chunk,
     FlopsPolynomial,
     causal_pairs,
+    exchange_numbers,
     fwd_flops_by_part,
     image_flops,
     whole_model,

@@ -10,8 +10,7 @@ from typing import Any
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.exchange import exchange_numbers
-from megatron_balance.model.flops import fwd_flops
+from megatron_balance.model.flops import exchange_numbers, fwd_flops
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Topology

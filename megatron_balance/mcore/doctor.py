@@ -21,8 +21,8 @@ from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.rules import cautions, nothing_balances, problems
 from megatron_balance.mcore.setup.settings import logits_caution, logits_nbytes, policy_of, run_costs, topology_of
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.cluster import Finding
 from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
+from megatron_balance.runtime.rendezvous import Finding
 from megatron_balance.version import build_version
 
 

@@ -96,15 +96,9 @@ def all_gather_row(
         return gathered.view(group.size(), -1).cpu().numpy()
 
 
-def all_gather_bytes(
-    data: bytes,
-    *,
-    sizes: NDArray[np.int64],
-    group: dist.ProcessGroup,
-    operation: str,
-    device: Device = "cpu",
-) -> list[bytes]:
-    """The bytes of every rank, of which every rank already knows the number: `sizes` int64 `[group_size]`."""
+def all_gather_bytes(data: bytes, *, group: dist.ProcessGroup, operation: str, device: Device = "cpu") -> list[bytes]:
+    """The bytes of every rank, after their numbers."""
+    sizes = all_gather_row(np.array([len(data)]), group=group, operation=operation, device=device)[:, 0]
     row = np.frombuffer(data.ljust(int(sizes.max()), b"\0"), dtype=np.uint8).copy()
     rows = all_gather_row(row, group=group, operation=operation, device=device)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -5,23 +5,17 @@ Peers would wait for a rank that raised alone: its text is sent in the next coll
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.comm import (
-    all_gather_bytes,
-    all_gather_row,
-    exchange_parts,
-    ranks_by_value,
-    waiting_for,
-)
+from megatron_balance.runtime.comm import all_gather_bytes, exchange_parts, ranks_by_value, waiting_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -165,12 +159,11 @@ def _all_equal(
         value = max(value, peer_value)
     if equal:
         return complete
-    text = (error or "").encode()
-    rows = all_gather_row(np.array([len(text), digest]), group=group, operation=operation)
-    if rows[:, 0].any():
-        texts = all_gather_bytes(text, sizes=rows[:, 0], group=group, operation=operation)
-        raise BalanceError(" | ".join(dict.fromkeys(text.decode() for text in texts if text)))
-    ranks = ranks_by_value(rows[:, 1].tolist(), group=group)
+    states = all_gather_bytes(json.dumps([error, digest]).encode(), group=group, operation=operation)
+    errors, digests = zip(*map(json.loads, states), strict=True)
+    if any(errors):
+        raise BalanceError(" | ".join(dict.fromkeys(filter(None, errors))))
+    ranks = ranks_by_value(digests, group=group)
     ranks.pop(NO_DIGEST, None)
     first, *others = ranks.values()
     raise BalanceError(template.format(first=first, others=" and ".join(others)))

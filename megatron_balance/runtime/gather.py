@@ -27,7 +27,7 @@ from megatron_balance.runtime.failure import MAX_NAMED, mismatch
 from megatron_balance.samples.sample import Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import HashChains
 
-STEP, ANNOUNCEMENT_HASH, ANNOUNCEMENT_NBYTES, NUM_SAMPLES, REPORTED = range(5)
+STEP, ANNOUNCEMENT_HASH, NUM_SAMPLES, REPORTED = range(4)
 NUM_REPORTED = 5
 """Numbers of a rank that travel along: whether its iterator is new, plans that its training process had to make, memory
 of its device (2), the time of a step."""
@@ -112,7 +112,7 @@ def gather_lengths(
     row = np.zeros(HEADER_FIELDS + header.row_values, dtype=np.int64)
     row[STEP] = header.step
     row[ANNOUNCEMENT_HASH] = int.from_bytes(hashlib.sha256(announcement).digest()[:8], "little", signed=True)
-    row[ANNOUNCEMENT_NBYTES:REPORTED] = len(announcement), len(table)
+    row[NUM_SAMPLES] = len(table)
     row[REPORTED:HEADER_FIELDS] = header.reported
     row[HEADER_FIELDS : HEADER_FIELDS + len(sent)] = sent[: header.row_values]
     headers = all_gather_row(row, group=group, device=device, operation="the lengths of all ranks' samples (gather)")
@@ -125,8 +125,7 @@ def gather_lengths(
         )
     if len({*headers[:, ANNOUNCEMENT_HASH].tolist()}) > 1 or error is not None:
         operation = "the schemas or errors of all ranks (gather)"
-        sizes = headers[:, ANNOUNCEMENT_NBYTES]
-        texts = all_gather_bytes(announcement, sizes=sizes, group=group, device=device, operation=operation)
+        texts = all_gather_bytes(announcement, group=group, device=device, operation=operation)
         schema = _common_schema(texts, group=group)
 
     num_ragged = 0 if schema is None else schema.num_ragged
@@ -183,24 +182,24 @@ def gather_chains(
     Raises:
         BalanceError: on every rank: an error on some rank.
     """
-    text = (error or "").encode()
-    columns = [] if chains is None else [chains.counts, chains.ends, chains.hashes.view(np.int64)]
-    data = np.concatenate([np.zeros(0, np.int64), *columns]).tobytes()
+    columns = (
+        [[0]] if chains is None else [[chains.counts.size], chains.counts, chains.ends, chains.hashes.view(np.int64)]
+    )
+    payload = json.dumps(error).encode() + b"\n" + np.concatenate(columns).tobytes()
     operation = "the hashes of all ranks' samples (gather)"
-    sizes = np.array([len(text), len(data), 0 if chains is None else chains.counts.size])
-    sizes = all_gather_row(sizes, group=group, device=device, operation=operation)
-    if sizes[:, 0].any():
-        texts = all_gather_bytes(text, sizes=sizes[:, 0], group=group, device=device, operation=operation)
-        raise BalanceError(mismatch([text.decode() or None for text in texts], (), group=group))
-    parts = all_gather_bytes(data, sizes=sizes[:, 1], group=group, device=device, operation=operation)
-    counts, ends, hashes = zip(*map(_columns, parts, sizes[:, 2].tolist()), strict=True)
-    return HashChains(np.concatenate(counts), np.concatenate(ends), np.concatenate(hashes).view(np.uint64))
+    parts = all_gather_bytes(payload, group=group, device=device, operation=operation)
+    texts, data = zip(*(part.split(b"\n", 1) for part in parts), strict=True)
+    if reason := mismatch([*map(json.loads, texts)], (), group=group):
+        raise BalanceError(reason)
+    counts, ends, hashes = map(np.concatenate, zip(*map(_columns, data), strict=True))
+    return HashChains(counts, ends, hashes.view(np.uint64))
 
 
-def _columns(data: bytes, num_samples: int) -> list[NDArray[np.int64]]:
+def _columns(data: bytes) -> list[NDArray[np.int64]]:
     """Counts, ends and hashes of the samples of a rank."""
     values = np.frombuffer(data, dtype=np.int64)
-    return np.split(values, [num_samples, num_samples + (values.size - num_samples) // 2])
+    num_samples = int(values[0])
+    return np.split(values[1:], [num_samples, num_samples + (values.size - 1 - num_samples) // 2])
 
 
 def image_patches(samples: Samples) -> NDArray[np.int64]:

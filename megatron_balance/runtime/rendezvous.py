@@ -2,22 +2,32 @@
 
 Making a process group waits for every member until the timeout, and no error names a missing rank. So ranks meet in the
 key-value store of init_process_group, where rank 0 reads the entries of all ranks (JSON) and writes one verdict.
+
+`megatron-balance doctor` under torchrun checks in the same way whether a cluster meets: the store needs no interface of
+gloo's, so ranks compare versions, flags and problems there, report where gloo would listen, and make a group over gloo.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.runtime.comm import named_ranks, waiting_for
 from megatron_balance.runtime.failure import mismatch
+from megatron_balance.runtime.process import version_of
+from megatron_balance.version import build_version
 
 ROOT = "megatron_balance"
 SLICE = timedelta(seconds=1)  # a wait is cut into these: between two of them Ctrl-C is heard
@@ -26,6 +36,12 @@ READ_SECONDS = 10.0
 
 JUDGING_FRACTION = 0.9
 """Of the timeout; then rank 0 waits no longer, so that the others still get the names of missing ranks."""
+
+DOCTOR_TIMEOUT = timedelta(seconds=60)
+IFNAME = "GLOO_SOCKET_IFNAME"
+
+COMPARED = ("megatron-core", "torch", "numpy", "transformer-engine")
+"""Packages whose other versions might plan or compute differently."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +110,77 @@ def _wait(store: Store, key: str, *, deadline: float) -> bool:
                 return store.check([key])
         else:
             return True
+
+
+class Finding(NamedTuple):
+    """One line of the report: a check that passed or not, and the remedy where it did not; or a note."""
+
+    ok: bool
+    message: str
+    is_note: bool = False
+
+
+def check_cluster(*, flags: Sequence[str], problems: Sequence[str]) -> Iterator[Finding]:
+    """Meet with the other ranks, which have seen `problems`; `flags` are those of the script. Every rank calls it."""
+    # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
+    store, rank, num_ranks = next(rendezvous("env://", timeout=DOCTOR_TIMEOUT))
+    world = Rendezvous(store, rank=rank, num_ranks=num_ranks, timeout=DOCTOR_TIMEOUT)
+    payload = json.dumps([socket.gethostname(), _gloo_address()])
+    try:
+        texts = check_settings_match({}, rendezvous=world, topic="doctor", payload=payload)
+    except BalanceError as error:
+        yield Finding(False, str(error))
+        return
+    addresses = dict.fromkeys(tuple(json.loads(text)) for text in texts)
+    hosts = list(dict.fromkeys(host for host, _ in addresses))
+    yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
+    settings = {f"version of {package}": version_of(package) or "none" for package in COMPARED}
+    settings |= {"version of megatron_balance": build_version(), "version of python": platform.python_version()}
+    settings["the command line"] = " ".join(flags)
+    try:
+        check_settings_match(settings, rendezvous=world, topic="versions and flags", error="; ".join(problems) or None)
+        yield Finding(True, "all ranks have the same versions and flags")
+    except BalanceError as error:
+        yield Finding(False, str(error))
+    findings = [address_finding(host, address, several_hosts=len(hosts) > 1) for host, address in addresses]
+    yield from findings
+    if all(finding.ok for finding in findings):  # else ranks would wait for each other until the timeout
+        yield _meet_over_gloo(world)
+
+
+def _gloo_address() -> str:
+    """The address or interface that gloo would listen on here, as torch chooses it; empty where it cannot."""
+    interface = os.environ.get(IFNAME, "").partition(",")[0]
+    try:
+        if not interface:
+            return socket.gethostbyname(socket.gethostname())
+        ProcessGroupGloo.create_device(interface=interface)
+    except OSError:
+        return "127.0.0.1"
+    except RuntimeError:
+        return ""
+    return interface
+
+
+def address_finding(host: str, address: str, *, several_hosts: bool) -> Finding:
+    """Whether other hosts find this one where its gloo listens."""
+    is_local = several_hosts and address.startswith("127.")
+    text = f"{host}: gloo listens on {address}{', where no other host reaches it' if is_local else ''}"
+    text = text if address else f"{host}: {IFNAME} names an interface without an address"
+    if address and not is_local:
+        return Finding(True, text)
+    return Finding(False, f"{text}; set {IFNAME} there to the interface that reaches the other hosts")
+
+
+def _meet_over_gloo(world: Rendezvous) -> Finding:
+    started = time.perf_counter()
+    try:
+        store = dist.distributed_c10d.PrefixStore("doctor", world.store)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.num_ranks, timeout=world.timeout)
+        dist.barrier()
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        remedy = f"open TCP between the hosts on all ports, or set {IFNAME} to the interface that reaches the others"
+        return Finding(False, f"gloo: {str(error).splitlines()[0]}; {remedy}")
+    seconds = time.perf_counter() - started
+    return Finding(True, f"all ranks meet over gloo in {seconds:.1f} s; training needs TCP on all ports between them")

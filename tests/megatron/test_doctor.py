@@ -16,8 +16,8 @@ from megatron_balance import hooking
 from megatron_balance.cli import main
 from megatron_balance.mcore import doctor as checks
 from megatron_balance.mcore import hooks
-from megatron_balance.runtime.cluster import address_finding
 from megatron_balance.runtime.process import SPARE_FILES
+from megatron_balance.runtime.rendezvous import address_finding
 
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096 --balance-data --calculate-per-token-loss"
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
