@@ -177,17 +177,23 @@ class RunFigures:
         sums = np.array([(step.costs.sum(axis=1), step.seconds.sum(axis=1)) for step in steps if step.is_measured])
         return rank_slowdowns(sums[:, 0], seconds=sums[:, 1]) if sums.size else np.full(len(steps[0].costs), np.nan)
 
+    @cached_property
+    def model_flops(self) -> Floats:
+        """`[num_steps]` of training on a step's samples; NaN where the record's costs are not of FLOPs."""
+        info, steps, rate = self.record.info, self.record.steps, self.record.info.environment.get("attention_rate")
+        if info.cost_name != "flops" or not isinstance(rate, int | float):
+            return np.full(len(steps), np.nan)
+        # Attention is weighed by its rate, and routed experts may be apart.
+        per_token = (1 - rate) * info.cost_model.linear + info.cost_model.expert_linear
+        costs = [rate * float(info.cost_model.local_cost(step.segments).sum()) for step in steps]
+        return np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
+
     def mfu(self, policy: PolicyFigures, *, peak: float) -> float:
         """Model FLOPs over those of all GPUs at `peak` TFLOP/s in a policy's forward and backward passes; else NaN."""
-        info, rate = self.record.info, self.record.info.environment.get("attention_rate")
-        if info.cost_name != "flops" or policy.scale.unit != "s" or not isinstance(rate, int | float):
+        if policy.scale.unit != "s":
             return np.nan
-        model, is_known = info.cost_model, ~np.isnan(policy.times)
-        # Attention is weighed by its rate, and routed experts may be apart.
-        per_token, steps = (1 - rate) * model.linear + model.expert_linear, self.record.steps
-        costs = [rate * float(model.local_cost(step.segments).sum()) for step in steps]
-        flops = np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
-        return float(flops[is_known].sum() / (policy.times[is_known].sum() * info.topology.num_gpus * peak * 1e12))
+        is_known, num_gpus = ~np.isnan(policy.times), self.record.info.topology.num_gpus
+        return float(self.model_flops[is_known].sum() / (policy.times[is_known].sum() * num_gpus * peak * 1e12))
 
     @property
     def median_error(self) -> float:
