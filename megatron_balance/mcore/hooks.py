@@ -102,7 +102,7 @@ def _communicate_shapes(step: Step, communicate: Function, communicator: Any, *m
 
 def _apply_expert_bias(step: Step, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     if padding_mask is not None:
-        routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        routing_map = routing_map * ~padding_mask.reshape(-1, 1)  # numbers where samples share tokens
     return apply(router, routing_map)
 
 

@@ -34,10 +34,12 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.loss_weights import router_loss_scale, token_weights, with_weights
 from megatron_balance.mcore.pipeline_shapes import PipelineShapes
+from megatron_balance.mcore.prefix_sharing import PrefixSharing
 from megatron_balance.mcore.prepare import BalancedStep, Microbatch, MicrobatchSizes, pack
 from megatron_balance.mcore.setup.layout import Layout, RankCoords, make_groups
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.samples.packing import padding_mask
+from megatron_balance.samples.prefix_packing import PrefixTree
 from megatron_balance.samples.unpacking import DERIVED_KEYS
 from megatron_balance.topology import Topology
 
@@ -70,20 +72,25 @@ class RunningStep(Iterator[Microbatch]):
         # A script for padded rows names only some of its ranks starts of sequences, and counts FLOPs by them.
         self._hidden_keys = DERIVED_KEYS if settings.unpad is not None else ()
         self._masks: list[Tensor] = []
+        trees = self._sizes.trees()
         self._params: list[Any] = []
+        self._sharing: PrefixSharing | None = None
         if settings.counts_router_tokens:
             reason = (
                 "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
                 "--moe-router-enable-expert-bias"
             )
             _refuse_without("padding_mask", reason, "train without these flags or --balance-*", model=model)
-            self._masks = _router_masks(self._sizes, topology=settings.topology, coords=coords)
-        if settings.unpad is not None or settings.overlaps_experts:
+            self._masks = _router_masks(self._sizes, topology=settings.topology, coords=coords, trees=trees)
+        if settings.unpad is not None or settings.overlaps_experts or settings.share_prefixes:
             reason = "so that samples of a pack would attend to one another"
-            remedy = "train without --balance-unpad and --overlap-moe-expert-parallel-comm"
+            remedy = "train without --balance-unpad, --overlap-moe-expert-parallel-comm and --balance-share-prefixes"
             _refuse_without("packed_seq_params", reason, remedy, model=model)
             starts = pack(self._sizes, settings=settings, pin_memory=False)
             self._params = [packed_seq_params(microbatch) for microbatch in starts]
+        if trees is not None:
+            shard = (coords.tp, settings.topology.tp_size) if settings.topology.sequence_parallel else (0, 1)
+            self._sharing = PrefixSharing(model, trees=trees, params=self._params, shard=shard)
 
     def __next__(self) -> Microbatch:
         """The micro-batch whose forward pass runs; no other fits its shape."""
@@ -144,17 +151,23 @@ class RunningStep(Iterator[Microbatch]):
                 stack.enter_context(self.cp_groups.in_parallel_state(cp_size))
             if self._masks or self._params or self.cp_groups is not None:
                 stack.enter_context(self._model_keywords(number, model=model))
+            if self._sharing is not None:
+                stack.enter_context(self._sharing.counted(self._params[number], model))
             stack.enter_context(self.timed(number))
             return forward_step(
                 forward_step_func, data_iterator, model, *positional, current_microbatch=number, **keywords
             )
 
-    def router_losses(self) -> AbstractContextManager[None]:
-        """The scale of router losses in this step, where its tokens have weights."""
-        if self._sizes.loss_weights is None:
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def modules(self) -> Iterator[None]:
+        """The modules of the model in this step: on shared prefixes, with router losses scaled, where it has these."""
         totals = self._step.totals
-        return router_loss_scale(totals.learned, num_tokens=totals.tokens, model=self._model)
+        with contextlib.ExitStack() as stack:
+            if self._sizes.loss_weights is not None:
+                stack.enter_context(router_loss_scale(totals.learned, num_tokens=totals.tokens, model=self._model))
+            if self._sharing is not None:
+                stack.enter_context(self._sharing.installed())
+            yield
 
     @contextlib.contextmanager
     def _model_keywords(self, number: int, *, model: Any) -> Iterator[None]:
@@ -210,19 +223,25 @@ def _refuse_without(keyword: str, reason: str, remedy: str, *, model: Any) -> No
             )
 
 
-def _router_masks(sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords) -> list[Tensor]:
+def _router_masks(
+    sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords, trees: list[PrefixTree] | None
+) -> list[Tensor]:
     """True where a token of this context-parallel rank is padding: `[1, t]` a micro-batch, in one copy to the GPU."""
     dp_cp_rank = coords.dp * topology.cp_size + coords.cp
-    masks = [
-        padding_mask(
-            lengths,
-            num_tokens=num_tokens,
-            token_multiple=topology.with_cp_size(size).token_multiple,
-            cp_size=size,
-            cp_rank=dp_cp_rank % size,
-        )
-        for lengths, num_tokens, size in zip(sizes.sequence_lengths, sizes.num_tokens, sizes.cp_sizes, strict=True)
-    ]
+    if trees is not None:
+        masks = [tree.multiplicity == 0 for tree in trees]
+    else:
+        columns = zip(sizes.sequence_lengths, sizes.num_tokens, sizes.cp_sizes, strict=True)
+        masks = [
+            padding_mask(
+                lengths,
+                num_tokens=num_tokens,
+                token_multiple=topology.with_cp_size(size).token_multiple,
+                cp_size=size,
+                cp_rank=dp_cp_rank % size,
+            )
+            for lengths, num_tokens, size in columns
+        ]
     whole = torch.from_numpy(np.concatenate(masks)).pin_memory().cuda(non_blocking=True)
     return list(whole.unsqueeze(0).split([mask.size for mask in masks], dim=1))
 

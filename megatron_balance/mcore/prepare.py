@@ -31,7 +31,7 @@ from megatron_balance.mcore.loss_weights import joined, loss_weights
 from megatron_balance.mcore.plan_process import PlanProcess
 from megatron_balance.mcore.setup.layout import RankCoords
 from megatron_balance.mcore.setup.settings import Settings, filled_tokens
-from megatron_balance.planner import DataSchedule, Images
+from megatron_balance.planner import DataSchedule, Forest, Images
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import (
@@ -39,13 +39,17 @@ from megatron_balance.runtime.gather import (
     NUM_REPORTED,
     GatheredLengths,
     Header,
+    gather_chains,
     gather_lengths,
     image_patches,
 )
 from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
+from megatron_balance.samples.prefix_packing import PrefixTree, pack_shared, tree_starts
 from megatron_balance.samples.sample import Samples, aligned
+from megatron_balance.samples.shared_prefixes import hash_chains
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
+from megatron_balance.topology import Topology
 
 Ints = NDArray[np.int64]
 Microbatch = dict[str, Tensor]
@@ -67,6 +71,14 @@ class MicrobatchSizes:
     num_tokens: list[int]  # over those ranks, padding and filler included
     sequence_lengths: list[list[int]]  # without padding and filler; none for a dummy
     loss_weights: list[list[float]] | None = None  # of these sequences; None where all tokens count alike
+    shared: list[list[int]] | None = None  # tokens that each shares with the one before it; None where none may
+
+    def trees(self) -> list[PrefixTree] | None:
+        """The tree of each micro-batch whose samples share tokens."""
+        if self.shared is None:
+            return None
+        columns = zip(self.sequence_lengths, self.shared, self.num_tokens, strict=True)
+        return [PrefixTree.of(lengths, shared, num_tokens=num_tokens) for lengths, shared, num_tokens in columns]
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,7 @@ class StepTotals:
     microbatches: int  # that hold samples; one that context-parallel ranks share counts once
     tokens: int  # without padding and filler
     squares: int  # of the samples' lengths
+    computed: int = 0  # tokens without those that samples share, each of which is computed once
     learned: int = 0  # tokens with a loss, where a weighting counts them
 
 
@@ -182,8 +195,12 @@ class StepBuilder:
         self._row_values = gathered.next_row_values
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
+        forest = None
+        if settings.share_prefixes:
+            chains = gather_chains(hash_chains(samples), group=group)
+            forest = Forest.from_chains(gathered.lengths, chains)
         plan_started = time.perf_counter()
-        schedule = self._plan(gathered)
+        schedule = self._plan(gathered, forest=forest)
         plan_seconds = time.perf_counter() - plan_started
         digest, lengths = schedule.digest(), schedule.lengths
         check_same_schedule(digest, group=group)
@@ -191,11 +208,13 @@ class StepBuilder:
             schedule,
             dp_rank=group.rank(),
             shape_bucket=settings.shape_bucket,
+            topology=topology,
             loss_weights=loss_weights(
                 gathered, weighting=self._weighting, num_microbatches=num_items * topology.dp_size
             ),
         )
-        if num_tokens > lengths.sum():  # on some rank: all of them raise
+        computed = int((lengths if forest is None else schedule.computed_lengths).sum())
+        if num_tokens > computed:  # on some rank: all of them raise
             check_loss_mask(gathered.schema)
         copies, destinations = schedule.copies(cp_rank=self.cp_rank)
         ids, arrived = reroute_samples(
@@ -216,6 +235,7 @@ class StepBuilder:
             np.unique(schedule.microbatch_of[lengths > 0]).size,
             int(lengths.sum()),
             int((lengths * lengths).sum()),
+            computed,
             0 if self._weighting is None else int(gathered.values[:, -2].sum()),
         )
         return BalancedStep(
@@ -256,12 +276,13 @@ class StepBuilder:
         values = [image_patches(samples), *([] if samples.values is None else [samples.values])]
         return replace(samples, values=np.hstack(values))
 
-    def _plan(self, gathered: GatheredLengths) -> DataSchedule:
+    def _plan(self, gathered: GatheredLengths, *, forest: Forest | None) -> DataSchedule:
         return self.plans.plan(
             num_samples=len(gathered.lengths),
             lengths=gathered.lengths,
             image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
             home_ranks=gathered.home_ranks,
+            forest=forest,
             **self.settings.planning,
         )
 
@@ -278,16 +299,24 @@ def _split_item(item: Any, *, unpad: int | str | None) -> Samples:
 
 
 def sizes_of_replica(
-    schedule: DataSchedule, *, dp_rank: int, shape_bucket: int, loss_weights: NDArray[np.float64] | None = None
+    schedule: DataSchedule,
+    *,
+    dp_rank: int,
+    shape_bucket: int,
+    topology: Topology,
+    loss_weights: NDArray[np.float64] | None = None,
 ) -> tuple[tuple[MicrobatchSizes, ...], list[list[Ints]], int]:
     """What each rank that shares micro-batches runs, one for all at one size; their sample ids; tokens of the step."""
-    cp_sizes, topology = schedule.cp_size_grid, schedule.topology
+    cp_sizes, forest = schedule.cp_size_grid, schedule.forest
     tokens = schedule.slot_tokens().reshape(cp_sizes.shape)
     for size in np.unique(cp_sizes[cp_sizes > 0]).tolist():
         mask, sized = cp_sizes == size, topology.with_cp_size(size)
         tokens[mask] = filled_tokens(tokens[mask], topology=sized, limits=schedule.limits, shape_bucket=shape_bucket)
     tokens[cp_sizes == 0] = 0
     ids, owners = schedule.sample_ids(), schedule.owner_slots()
+    if forest is not None:  # in the order in which each adds to the one before it
+        ids = forest.order[np.argsort(schedule.microbatch_of[forest.order], kind="stable")]
+        shared = schedule.lengths - schedule.computed_lengths
     stops = np.cumsum(np.bincount(schedule.microbatch_of, minlength=cp_sizes.size))
     starts = np.concatenate([[0], stops[:-1]])
     replica: list[MicrobatchSizes] = []
@@ -299,7 +328,10 @@ def sizes_of_replica(
         real = [microbatch[schedule.lengths[microbatch] > 0] for microbatch in sample_ids[-1]]
         weights = None if loss_weights is None else [loss_weights[samples].tolist() for samples in real]
         lengths = [schedule.lengths[samples].tolist() for samples in real]
-        replica.append(MicrobatchSizes(cp_sizes[row][runs].tolist(), tokens[row][runs].tolist(), lengths, weights))
+        sizes = MicrobatchSizes(cp_sizes[row][runs].tolist(), tokens[row][runs].tolist(), lengths, weights)
+        if forest is not None:
+            sizes = replace(sizes, shared=[shared[samples].tolist() for samples in real])
+        replica.append(sizes)
     num_tokens = int((tokens // np.maximum(cp_sizes, 1) if topology.dynamic_cp else tokens).sum())
     return tuple(replica), sample_ids, num_tokens
 
@@ -317,7 +349,10 @@ def pack(
     for number, (cp_size, num_tokens) in enumerate(zip(sizes.cp_sizes, sizes.num_tokens, strict=True)):
         shape: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
         shape["few_shapes"] = settings.few_shapes
-        if samples is None:
+        if sizes.shared is not None:
+            tree = PrefixTree.of(sizes.sequence_lengths[number], sizes.shared[number], num_tokens=num_tokens)
+            packs.append(tree_starts(tree) if samples is None else pack_shared(samples[number], tree=tree))
+        elif samples is None:
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:
             packs.append(pack_microbatch(samples[number], **shape))

@@ -220,7 +220,7 @@ class BalancedForwardBackward:
         )
         # Every chunk of a virtual pipeline reads the micro-batch that it runs.
         arguments["data_iterator"] = [running] * len(iterators) if isinstance(iterators, list) else running
-        with patched_attrs(self, running=running), variable_seq_lengths(model), running.router_losses():
+        with patched_attrs(self, running=running), variable_seq_lengths(model), running.modules():
             try:
                 return schedule(**arguments)
             except torch.OutOfMemoryError as error:

@@ -273,7 +273,7 @@ def figures_of(step: BalancedStep) -> Figures:
         "unavoidable_waiting": unavoidable_waiting(schedule.cost_grid, lower_bound=schedule.lower_bound),
         "oversized_samples": len(schedule.oversized),
         "num_microbatches": schedule.num_microbatches,
-        "padding_fraction": 1 - int(schedule.lengths.sum()) / max(step.num_tokens, 1),
+        "padding_fraction": 1 - step.totals.computed / max(step.num_tokens, 1),
         "fallback_plans": float(reported[:, 1].sum()),
         "plan_seconds": step.plan_seconds,
         "exchange_seconds": step.exchange_seconds,
@@ -284,6 +284,8 @@ def figures_of(step: BalancedStep) -> Figures:
         figures["busiest_rank_seconds"] = float(seconds.max())
     if reported[:, 2].all():
         figures["peak_GiB"] = float(reported[:, 2].max()) / GIB
+    if schedule.forest is not None:
+        figures["computed_fraction"] = step.totals.computed / total
     if topology.dynamic_cp:
         sizes = schedule.cp_size_grid.ravel()[schedule.microbatch_of]
         figures["mean_cp_size"] = int((sizes * schedule.lengths).sum()) / total
@@ -315,6 +317,8 @@ def log_line(figures: Figures) -> str:
     ]
     if "mean_cp_size" in figures:
         parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token")
+    if "computed_fraction" in figures:
+        parts.append(f"computed {figures['computed_fraction']:.1%} of the tokens given")
     parts.append(f"padding {figures['padding_fraction']:.1%}")
     if figures["oversized_samples"]:
         parts.append(f"samples over the cap {figures['oversized_samples']:.4g}")

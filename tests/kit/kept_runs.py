@@ -118,3 +118,24 @@ def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: i
             tokens = [first, *rng.integers(1, 257, length).tolist()]  # the last is a label only; 0 pads
             learned = [0] * (length // 3) + [1] * (length + 1 - length // 3)
             out.write(json.dumps({"tokens": tokens, "loss_mask": learned}) + "\n")
+
+
+def write_rollouts(path: Path, *, seed: int, longest: int) -> None:
+    """A jsonl file of rows that begin alike: two system prompts, prompts below them, and responses to these.
+
+    Of each prompt two responses are equal, and one ends where another goes on, with another loss mask.
+    """
+    rng = np.random.default_rng(seed)
+
+    def drawn(least: int, most: int) -> list[int]:
+        return rng.integers(1, 257, rng.integers(least, most)).tolist()
+
+    with path.open("w") as out:
+        for system in (drawn(20, 40), drawn(10, 20)):
+            for _ in range(2):
+                prompt = system + drawn(10, 60)
+                first, second = drawn(3, 60), drawn(3, longest - len(prompt) - 30)
+                for response in (first, second, second, drawn(3, 60), first + drawn(1, 30)):
+                    masked = len(prompt) + (len(first) // 2 if response[: len(first)] == first != response else 0)
+                    learned = [0] * masked + [1] * (len(prompt) + len(response) - masked)
+                    out.write(json.dumps({"tokens": prompt + response, "loss_mask": learned}) + "\n")

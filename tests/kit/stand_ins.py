@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,38 @@ def loss_error(watch: Watch, *, relative: float) -> None:
     """Falsify the loss, and so the gradients, of one of the samples that this rank reads first."""
     stock = pretrain_sft.loss_func
     pretrain_sft.loss_func = lambda mask, output: stock(mask, output * (1 + relative))
+
+
+def small_blocks(watch: Watch, *, block: int = 4) -> None:
+    """Hash samples in blocks of so few tokens, for short ones."""
+    from megatron_balance.mcore import prepare
+
+    prepare.hash_chains = functools.partial(prepare.hash_chains, block=block)
+
+
+def equal_hashes(watch: Watch, *, num_tokens: int = 4) -> None:
+    """The same hash for the first tokens of all samples."""
+    from megatron_balance.mcore import prepare
+
+    stock = prepare.hash_chains
+
+    def short(*positional: Any, **keywords: Any) -> Any:
+        chains = stock(*positional, **keywords)
+        return replace(chains, hashes=np.where(chains.ends == num_tokens, np.uint64(0), chains.hashes))
+
+    prepare.hash_chains = short
+
+
+def stubborn_layer(watch: Watch) -> None:
+    """Let the second layer of a model attend without its core attention."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    stock = SelfAttention.forward
+
+    def forward(self: Any, states: Tensor, *positional: Any, **keywords: Any) -> Any:
+        return (states, None) if self.layer_number == 2 else stock(self, states, *positional, **keywords)
+
+    SelfAttention.forward = forward
 
 
 def loader_workers(watch: Watch) -> None:

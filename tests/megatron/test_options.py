@@ -28,6 +28,7 @@ PACKED = "--use-dynamic-batch-size --max-tokens-per-gpu 4096"
 SIZED = f"--balance-dynamic-cp {PACKED}"
 ON_CPU = f"{SIZED} --transformer-impl local --spec my_layers spec"
 UNPADDED = "--balance-unpad 0 --no-create-attention-mask-in-dataloader"
+SHARED = f"--balance-share-prefixes {PACKED}"
 FLEX = "--num-experts 4 --moe-token-dispatcher-type flex"
 DOCUMENTS = "--dataloader-inter-document-masking --pipeline-model-parallel-size 4"
 ALLGATHER = "--moe-token-dispatcher-type allgather --num-experts 4"
@@ -145,6 +146,7 @@ def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch,
         f"--hybrid-layer-pattern M*M- {PACKED}",
         f"--overlap-moe-expert-parallel-comm {EXPERTS} {PACKED}",
         SIZED,
+        SHARED,
         f"--balance-loss-weighting sample --mtp-num-layers 1 {PACKED}",
         f"--balance-loss-weighting sample --moe-z-loss-coeff 1e-3 {EXPERTS} {PACKED}",
     ],

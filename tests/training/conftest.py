@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kept_runs import KeptRuns, write_rows
+from kept_runs import KeptRuns, write_rollouts, write_rows
 from table import SEQ_LENGTH
 
 TRAINED = range(1, 65)
@@ -21,6 +21,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> KeptRuns:
     write_rows(data / "train.jsonl", TRAINED, longest=SEQ_LENGTH, seed=1)
     write_rows(data / "two-lengths.jsonl", TRAINED, longest=96, seed=1, few=2)
     write_rows(data / "one-length.jsonl", TRAINED, longest=SEQ_LENGTH, seed=1, few=1)
+    for seed, name in enumerate(("rollouts", "rollouts-valid")):
+        write_rollouts(data / f"{name}.jsonl", seed=seed, longest=SEQ_LENGTH)
     for seed, (name, firsts) in enumerate(VALIDATION_SETS.items()):
         write_rows(data / f"{name}.jsonl", firsts, longest=SEQ_LENGTH, seed=seed + 2)
     return KeptRuns(folder, data=data)

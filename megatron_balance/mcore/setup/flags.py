@@ -127,6 +127,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "rows are filled up with at their end, or attention_mask where the data has one.",
     )
     add(
+        "--balance-share-prefixes",
+        action="store_true",
+        help="Compute once what samples of a micro-batch share: the tokens that they begin with. No GPU has run it: "
+        "add --balance-verify.",
+    )
+    add(
         "--balance-loss-weighting",
         metavar="token|micro-batch|sample|KEY",
         help="What counts alike in gradients: every token, as with --calculate-per-token-loss; the micro-batches that "

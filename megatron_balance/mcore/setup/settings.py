@@ -68,6 +68,7 @@ class Settings:
     algorithm: str = "auto"
     unpad: int | str | None = None
     loss_weighting: str | None = None  # None by tokens
+    share_prefixes: bool = False
     overlaps_experts: bool = False
     overlap: bool = True
     verify: bool = False
@@ -90,10 +91,16 @@ class Settings:
     @property
     def planning(self) -> dict[str, Any]:
         """The arguments of `build_data_schedule` that hold for every step."""
+        topology, limits = self.topology, self.limits
+        if self.share_prefixes and limits.max_tokens_per_gpu is not None:
+            # A micro-batch is one sequence: it is filled up as a whole, and no sample by itself.
+            multiple = topology.token_multiple
+            limits = Limits(max(limits.max_tokens_per_gpu // multiple, 1) * multiple)
+            topology = replace(topology, sequence_parallel=False)
         return {
             "cost_model": self.costs.model,
-            "topology": self.topology,
-            "limits": self.limits,
+            "topology": topology,
+            "limits": limits,
             "objective": self.objective,
             "algorithm": self.algorithm,
             "move_samples": self.balance_data,
@@ -182,7 +189,7 @@ def logits_caution(options: Options, *, topology: Topology) -> list[str]:
     ]
 
 
-_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "overlap", "verify", "record")
+_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
 
 
 def _fills_rows(options: Options) -> bool:
@@ -203,6 +210,7 @@ def policy_of(options: Options) -> str:
         f"--balance-dynamic-cp {'' if limit == ALL_RANKS else limit}".rstrip(): limit is not None,
         f"--balance-cost {options['balance_cost']}": options["balance_cost"] not in (None, "tokens"),
         f"--balance-shape-bucket {options['balance_shape_bucket']}": options["balance_shape_bucket"] > 1,
+        "--balance-share-prefixes": options["balance_share_prefixes"],
         f"--balance-objective {options['balance_objective']}": options["balance_objective"] != "auto",
         f"--balance-algorithm {options['balance_algorithm']}": options["balance_algorithm"] != "auto",
     }

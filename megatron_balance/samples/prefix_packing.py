@@ -1,0 +1,193 @@
+"""Packs samples that begin alike into one thd micro-batch, which holds once what they share.
+
+In the order of the plan every sample adds the tokens behind those that it shares with the sample before it. Samples
+part in front of the last token that they have in common, whose labels differ: every token has one label, and the loss
+mask is the sum of its samples' masks, so that a loss that is linear in the mask is what it is without sharing.
+
+A node is a run of tokens that the same samples hold. The nodes below it follow it at once (depth first), so that its
+keys serve one range of queries: each node attends to itself causally, and what is below to all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.samples.packing import FILLER_TOKENS
+from megatron_balance.samples.sample import KeySpec, Samples
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """The nodes of a micro-batch, in the order of their tokens; filler is in nodes without samples.
+
+    Attributes:
+        starts: `[num_nodes + 1]` the first token of each, and the end.
+        ends: `[num_nodes]` the end of the nodes below each.
+        depths: `[num_nodes]` nodes above each.
+        first_positions: `[num_nodes]` the position of its first token in its samples.
+        num_samples: `[num_nodes]` samples that hold each.
+        shared: of each sample, tokens that it shares with the one before it.
+    """
+
+    starts: Ints
+    ends: Ints
+    depths: Ints
+    first_positions: Ints
+    num_samples: Ints
+    shared: Sequence[int]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], shared: Sequence[int], *, num_tokens: int) -> PrefixTree:
+        """The tree of samples of these lengths, of which each shares so many tokens with the one before it."""
+        filler = num_tokens - (sum(lengths) - sum(shared))
+        fillers = [(min(FILLER_TOKENS, filler - start), 0) for start in range(0, filler, FILLER_TOKENS)]
+        runs = [*zip(lengths, shared, strict=True), *fillers]
+        starts = _cuts(runs)
+        ends, depths, first_positions, num_samples = np.zeros((4, starts.size - 1), dtype=np.int64)
+        path: list[tuple[int, int, int]] = []  # of the sample before: nodes, the position where each ends, its sample
+        node = place = 0
+        for sample, (length, common) in enumerate([*runs, (0, 0)]):
+            while path and path[-1][1] > common:
+                left, _, first = path.pop()
+                ends[left], num_samples[left] = place, sample - first
+            position, place = common, place + length - common
+            while node < depths.size and starts[node] < place:
+                depths[node], first_positions[node] = len(path), position
+                position += int(starts[node + 1] - starts[node])
+                path.append((node, position, sample))
+                node += 1
+        num_samples[starts[:-1] >= num_tokens - filler] = 0
+        return cls(starts, ends, depths, first_positions, num_samples, shared)
+
+    @property
+    def positions(self) -> Ints:
+        """`[num_tokens]` the position of each token in its samples."""
+        return np.arange(self.starts[-1]) + np.repeat(self.first_positions - self.starts[:-1], np.diff(self.starts))
+
+    @property
+    def multiplicity(self) -> Ints:
+        """`[num_tokens]` samples that hold each token."""
+        return np.repeat(self.num_samples, np.diff(self.starts))
+
+    def rectangles(self) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+        """For each depth the tokens below its nodes, those of the nodes, and where both begin for each node.
+
+        `[num_queries]`, `[num_keys]`, and twice `[num_nodes_of_depth + 1]`.
+        """
+        inner = self.starts[1:] < self.ends
+        for depth in range(int(self.depths.max()) + 1):
+            nodes = np.flatnonzero(inner & (self.depths == depth))
+            if nodes.size:
+                starts, stops, ends = self.starts[nodes], self.starts[nodes + 1], self.ends[nodes]
+                yield _ranges(stops, ends), _ranges(starts, stops), _bounds(ends - stops), _bounds(stops - starts)
+
+
+def _cuts(runs: Sequence[tuple[int, int]]) -> Ints:
+    """Where nodes begin, and the end: where a sample begins to add tokens, and where a later one leaves it."""
+    cuts: set[int] = set()
+    path: list[tuple[int, int]] = []  # what the sample before is made of: first positions, and their tokens
+    place = 0
+    for length, common in runs:
+        while path and path[-1][0] >= common:
+            path.pop()
+        if path:
+            cuts.add(path[-1][1] + common - path[-1][0])
+        if length > common:
+            cuts.add(place)
+            path.append((common, place))
+            place += length - common
+    return np.array(sorted(cuts | {place}), dtype=np.int64)
+
+
+def _ranges(starts: Ints, ends: Ints) -> Ints:
+    sizes = ends - starts
+    return np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+
+
+def _bounds(sizes: Ints) -> Ints:
+    return np.append(0, np.cumsum(sizes))
+
+
+def pack_shared(samples: Samples, *, tree: PrefixTree) -> dict[str, Tensor]:
+    """Pack samples, in the order of their tree, into one micro-batch; none make a masked dummy.
+
+    Args:
+        samples: on the CPU, with the schema of all samples of the run and per-token keys alone.
+        tree: of those that are not empty.
+
+    Returns:
+        Per-token keys `[1, num_tokens, *trailing]`, filled up with zeros, `position_ids` counted within each sample,
+        and what `tree_starts` returns.
+
+    Raises:
+        BalanceError: shared tokens differ in any key but the loss mask; samples have no loss mask of numbers, other
+            keys than per-token ones, or positions of their own.
+    """
+    schema = samples.schema
+    assert schema is not None, "a dummy has the schema of the run"
+    _check_keys(schema.keys)
+    samples = samples.select(samples.lengths.nonzero()[0])
+    shared, filler = tree.shared, int((tree.multiplicity == 0).sum())
+    batch = tree_starts(tree)
+    for key in schema.keys:
+        column = samples.columns.get(key.name, ())
+        if key.name == "position_ids":
+            _check_positions(column)
+            continue
+        if key.name != "loss_mask":
+            _check_equal(key.name, column, shared=shared)
+        added = [values[common:] for values, common in zip(column, shared, strict=True)]
+        batch[key.name] = torch.cat([*added, torch.zeros(filler, *key.shape, dtype=key.dtype)]).unsqueeze(0)
+    mask, path, place = batch["loss_mask"][0], np.zeros(0, dtype=np.int64), 0
+    for values, common in zip(samples.columns.get("loss_mask", ()), shared, strict=True):
+        path = np.append(path[:common], np.arange(place, place + len(values) - common))
+        mask[path[:common]] += values[:common]
+        place += len(values) - common
+    return batch | {"position_ids": torch.from_numpy(tree.positions).unsqueeze(0)}
+
+
+def tree_starts(tree: PrefixTree) -> dict[str, Tensor]:
+    """`cu_seqlens` int32 `[1, 2]` of one sequence, and `max_seqlen` `[1]`, which rotary embeddings make rows for."""
+    longest = int(tree.positions.max()) + 1
+    ends = torch.tensor([[0, int(tree.starts[-1])]], dtype=torch.int32)
+    return {"cu_seqlens": ends, "max_seqlen": torch.tensor([longest], dtype=torch.int32)}
+
+
+def _check_keys(keys: Sequence[KeySpec]) -> None:
+    other = [key.name for key in keys if key.kind != "per_token"]
+    mask = next((key for key in keys if key.name == "loss_mask"), None)
+    if other:
+        problem = f"keys that are not of tokens ({', '.join(other)}), and a shared pack has no bounds of samples"
+    elif mask is None or mask.dtype == torch.bool:
+        problem = "no loss_mask of numbers, by which a shared token counts as often as samples hold it"
+    else:
+        return
+    raise BalanceError(f"--balance-share-prefixes is set, and samples have {problem}: drop them, or the flag.")
+
+
+def _check_positions(column: Sequence[Tensor]) -> None:
+    for values in column:
+        if not torch.equal(values, torch.arange(len(values), dtype=values.dtype)):
+            raise BalanceError(
+                "--balance-share-prefixes is set, and position_ids of a sample do not count its tokens from 0: leave "
+                "them out of the data, or drop the flag."
+            )
+
+
+def _check_equal(name: str, column: Sequence[Tensor], *, shared: Sequence[int]) -> None:
+    """Hashes said so; a collision must not end in a wrong loss."""
+    for index, common in enumerate(shared):
+        if common and not torch.equal(column[index - 1][:common], column[index][:common]):
+            raise BalanceError(
+                f"--balance-share-prefixes: by their hashes two samples share {common} tokens, and {name} differs "
+                "among them: train without the flag, and report this with the samples."
+            )

@@ -1,0 +1,59 @@
+"""Attention over trees, against a dense mask: outputs and all gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_prefix_packing import common, random_rows, seen_by
+
+from megatron_balance import BalanceError
+from megatron_balance.mcore import tree_attention as attention
+from megatron_balance.samples.prefix_packing import PrefixTree
+
+
+@pytest.mark.parametrize(("value_channels", "scale"), [(8, None), (5, 0.2)])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_gradients_are_those_of_each_sample_alone(
+    value_channels: int, scale: float | None, dtype: torch.dtype, allowed: float
+) -> None:
+    for seed in range(20):
+        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        rows = random_rows(rng, 8)
+        shared = [0, *(common(a, b) for a, b in zip(rows, rows[1:], strict=False))]
+        tree = PrefixTree.of([*map(len, rows)], shared, num_tokens=sum(map(len, rows)) - sum(shared) + 3)
+        shapes = ((4, 7), (2, 7), (2, value_channels))  # two heads a group
+        inputs = [
+            torch.randn(tree.positions.size, *shape, generator=generator, dtype=torch.float64)
+            .to(dtype)
+            .requires_grad_()
+            for shape in shapes
+        ]
+        calls = attention.calls_of(tree, device="cpu")
+        out = attention.tree_attention(*inputs, calls, scale=scale, by=attention.OF_CPU)
+        grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
+        ours = (out, *torch.autograd.grad(out, inputs, grad))
+
+        query, key, value = (x.detach().double().requires_grad_() for x in inputs)
+        scores = torch.einsum("qnd,knd->nqk", query, key.repeat_interleave(2, 1)) * (scale or 7**-0.5)
+        hidden = ~torch.from_numpy(seen_by(tree))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        dense = torch.einsum("nqk,knd->qnd", weights, value.repeat_interleave(2, 1))
+        theirs = (dense, *torch.autograd.grad(dense, (query, key, value), grad.double()))
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert mine.dtype == dtype
+            assert (mine.double() - expected).norm() <= allowed * expected.norm()
+
+
+def test_kernels_are_those_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "device_kind", lambda: "cpu")
+    assert attention.kernels() is attention.OF_CPU
+    monkeypatch.setattr(attention, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
+    assert attention.kernels() is attention.OF_TORCH
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
+    assert attention.kernels() is attention.OF_FLASH_ATTENTION
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BalanceError, match=r"install torch 2\.10 or newer, or flash-attn"):
+        attention.kernels()

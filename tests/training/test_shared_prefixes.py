@@ -1,0 +1,112 @@
+"""Prefixes that are computed once change no loss and no gradient: `--balance-share-prefixes`, against stock runs.
+
+The rows are trees of three levels, samples that begin others, and equal ones (`kept_runs.write_rollouts`), hashed in
+small blocks, so that all that they share is found.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from kept_runs import KeptRuns, Run
+from table import BY_FLOPS, FAMILIES, RECOMPUTED, ROUTER_LOSSES, SHARDED, Row
+from test_matrix import assert_reads, case, microbatches
+from training_run import ALLOWANCES, RunFailed, assert_equal
+
+ROLLOUTS = "--train-data-path {data}/rollouts.jsonl --valid-data-path {data}/rollouts-valid.jsonl"
+SHARED = f"{BY_FLOPS} --balance-share-prefixes"
+SMALL_BLOCKS = ("stand_ins:small_blocks", {})
+LATENT = FAMILIES["DeepSeek-V3"].partition(" --num-experts")[0]
+UP_PROJECTION = "--recompute-granularity selective --recompute-modules mla_up_proj core_attn"
+BY_TOKEN = ROUTER_LOSSES.replace("--moe-aux-loss-coeff 1 ", "--moe-aux-loss-coeff 0 ")
+"""Those that do not depend on the samples that share a micro-batch."""
+
+
+def row(name: str, layout: str, flags: str = "", *, model: str = "dense", balance: str = SHARED, **others: Any) -> Row:
+    return Row(name, layout, balance, model, f"{flags} {ROLLOUTS}", ours=(SMALL_BLOCKS,), **others)
+
+
+ROWS = [
+    row("verified", "DP2", balance=f"{SHARED} --balance-verify"),
+    row("recomputed", "TP2-PP2", RECOMPUTED),
+    row("router-losses", "EP2", BY_TOKEN, model="moe"),
+    row("latent", "DP2", f"{LATENT} {UP_PROJECTION}"),
+    row("sharded-bf16", "DP2", SHARDED, precision="bf16", slow=True),
+    row("learned-positions", "DP2", "--position-embedding-type learned_absolute", slow=True),
+    row("core-recomputed", "TP2-SP", "--recompute-granularity selective --recompute-modules core_attn", slow=True),
+    row("dense", "PP2", slow=True),
+    row("recomputed", "PP2-VPP2", RECOMPUTED, slow=True),
+    row("moe", "TP2-EP2", BY_TOKEN, model="moe", slow=True),
+    row("DeepSeek-V3", "EP2", RECOMPUTED, model="DeepSeek-V3", slow=True),
+    row("GLM-4.5", "DP2", model="GLM-4.5", stand_ins=(("families:kernels", {}),), slow=True),
+    row("filled-up", "TP2-SP", balance=f"{SHARED} --balance-shape-bucket 64", slow=True),
+]
+
+
+@pytest.mark.parametrize("row", [case(row) for row in ROWS])
+def test_equals_stock(train: KeptRuns, row: Row) -> None:
+    stock = train(row.stock, num_ranks=row.num_ranks, stand_ins=row.stand_ins, leave_out=row.without)
+    stand_ins = (*row.stand_ins, *row.ours)
+    ours = train(f"{row.stock} {row.balance}", num_ranks=row.num_ranks, stand_ins=stand_ins, leave_out=row.without)
+    assert_equal(ours, reference=stock, precision=row.precision)
+    limit = max(ALLOWANCES[row.precision].loss, 1e-6)
+    assert ours.losses() == [pytest.approx(losses, rel=limit) for losses in stock.losses()]
+    if "--balance-verify" not in row.balance:  # which runs the micro-batches of stock too
+        assert_reads(ours, stock=stock, chunks=row.num_chunks)
+        assert_shared(ours)
+
+
+def assert_shared(ours: Run) -> None:
+    """Micro-batches hold far fewer tokens than are given, and the log says how many."""
+    first = [rows for rows in ours.of_kind("step") if not rows[0]["stage"] and not rows[0]["tp_rank"]]
+    given = [row["tokens"] for row in ours.of_kind("counted")[0]]
+    computed = [
+        sum(m["tokens"] for row in of_ranks for m in row["microbatches"]) for of_ranks in zip(*first, strict=True)
+    ]
+    logged = [float(text) / 100 for text in re.findall(r"computed ([\d.]+)% of the tokens given", ours.log(0))]
+    padding = [float(text) / 100 for text in re.findall(r"padding ([\d.]+)%", ours.log(0))]
+    assert len(logged) == len(given)
+    for of_step, total, fraction, filler in zip(computed, given, logged, padding, strict=True):
+        assert of_step < 0.8 * total
+        assert of_step * (1 - filler) == pytest.approx(fraction * total, rel=2e-3)
+
+
+def test_router_losses_count_a_token_as_often_as_samples_hold_it(train: KeptRuns) -> None:
+    """Of one rank whose micro-batch holds the whole step, so that the losses of routers are of the same samples."""
+    cap = SHARED.replace("--max-tokens-per-gpu 256", "--max-tokens-per-gpu 8192")
+    of_one = row("router-losses", "TP2-SP", ROUTER_LOSSES, model="moe")
+    unshared, shared = (
+        train(f"{of_one.stock} {flags}", num_ranks=2, stand_ins=of_one.ours)
+        for flags in (cap.replace("--balance-share-prefixes", ""), cap)
+    )
+    assert_equal(shared, reference=unshared)
+    for name, number in unshared.of_kind("logged")[-1][-1]["numbers"].items():
+        if "loss" in name and "validation" not in name:
+            # The log averages means of sequence-parallel ranks, which hold other parts of the samples.
+            allowed = 1e-3 if name == "z_loss" else 2e-6
+            assert shared.of_kind("logged")[-1][-1]["numbers"][name] == pytest.approx(number, rel=allowed), name
+
+
+@pytest.mark.slow
+def test_a_resumed_run_shares_what_it_did(train: KeptRuns) -> None:
+    dense = row("dense", "DP2")
+    flags = f"{dense.stock} {SHARED} --ckpt-format torch"
+    whole = train(f"{flags} --save {{run}}/checkpoints --save-interval 2", stand_ins=dense.ours)
+    resumed = train(f"{flags} --load {whole.folder}/checkpoints --ckpt-step 2", stand_ins=dense.ours)
+    assert microbatches(resumed) == [steps[2:] for steps in microbatches(whole)]
+    for key in ("lm_loss", "grad_norm"):
+        assert [step[key] for step in resumed.steps] == [step[key] for step in whole.steps[2:]]
+
+
+def test_a_layer_that_ignores_the_tree_ends_the_run(train: KeptRuns) -> None:
+    dense = row("dense", "DP2")
+    with pytest.raises(RunFailed, match="1 of 2 layers attended over shared prefixes"):
+        train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:stubborn_layer", {})))
+
+
+def test_a_collision_of_hashes_ends_the_run(train: KeptRuns) -> None:
+    dense = row("dense", "DP2")
+    with pytest.raises(RunFailed, match="by their hashes two samples share"):
+        train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:equal_hashes", {})))
