@@ -19,7 +19,13 @@ help:
 	@if ! $(PYTHON) -c '' 2>/dev/null; then \
 		python=$$(.ci/find_python.sh) && echo "Making .venv with $$python" && "$$python" -m venv --clear .venv; \
 	fi
-	@echo "Installing PyTorch and Megatron Core, about 5 GB to download"
+	@if [ ! -e /dev/nvidia0 ] && $(PYTHON) -m pip install --quiet --constraint constraints.txt \
+		"$$(grep '^torch==' constraints.txt)+cpu" triton 2>/dev/null; then \
+		echo "Installing Megatron Core; PyTorch is the CPU build, without CUDA's libraries"; \
+	else \
+		echo "Installing PyTorch with CUDA's libraries and Megatron Core, about 5 GB to download"; \
+		[ -e /dev/nvidia0 ] || echo "An index that has PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL) saves 4 GB of it: docs/quickstart.md"; \
+	fi
 	@$(PYTHON) -m pip install --constraint constraints.txt --editable '.[megatron,dev,report]' \
 		| grep --line-buffered -E '^ *(Downloading|Building|Installing|Successfully)'
 	@touch $@  # younger than what it was made from: an environment that is up to date is left alone

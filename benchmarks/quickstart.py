@@ -40,10 +40,11 @@ def measure(args: argparse.Namespace) -> Measured:
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
     policies = figures["policies"]
-    before, last = policies["stock"], policies["dynamic-cp"]
+    before, packed, last = policies["stock"], policies["packed"], policies["dynamic-cp"]
     rows: list[list[str]] = []
     for name, one in policies.items():
         speeds = [one["cpu_speedup"], one["predicted_speedup"], one["cpu_speedup"] / before["cpu_speedup"]]
+        speeds.append(one["cpu_speedup"] / packed["cpu_speedup"])
         seconds = [f"{one['busiest_cpu_seconds']:.2f}", f"{one['planned_max_over_mean']:.4f}"]
         rows.append(
             [FLAGS[name], *seconds, *(f"{speed:.2f}×" for speed in speeds), f"{one['max_loss_difference']:.1e}"]
@@ -58,4 +59,4 @@ alone, by seconds that `megatron-balance fit` learnt from four other batches of 
 {last["outside_cpu_seconds"] / last["busiest_cpu_seconds"]:.0%} of a step with all flags is outside of both. The losses
 of a second run, under all flags, are compared step by step. {figures["note"]}
 
-{table(f"{columns} | over the row above | largest loss difference", rows)}"""
+{table(f"{columns} | over the row above | over packing | largest loss difference", rows)}"""

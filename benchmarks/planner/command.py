@@ -101,16 +101,29 @@ is best.
 from their description, on this package's first fit and Karmarkar-Karp, which are quicker than the originals'; *its own
 functions* runs the wheel's code ({wheels or "not installed"}). *Over cap*: micro-batches of two samples or more that
 exceed the cap, of all, in
-the setup with most. The second figure is CPU milliseconds to plan a batch, median; of other systems all ranks one
-after another.
+the setup with most.
 
 {described}
 
-{table(f"{columns} | over cap", [_plan(planner, cells, setups) for planner, cells in figures["plans"].items()])}"""
+{table(f"{columns} | over cap", [_plan(planner, cells, setups) for planner, cells in figures["plans"].items()])}
+
+CPU milliseconds to plan a batch, median; of other systems all ranks one after another:
+
+{table(columns, [_milliseconds(planner, cells, setups) for planner, cells in figures["plans"].items()])}"""
 
 
 def _plan(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> list[str]:
     known = [cells[name] for name in setups]
     over_cap = max((cell[2] for cell in known if not isinstance(cell, str)), default=0.0)
-    texts = [cell if isinstance(cell, str) else f"{cell[0]:.4f}, {cell[3]:.1f}" for cell in known]
-    return [planner, *texts, f"≤ {over_cap:.0%}" if over_cap else "none"]
+    texts = [cell if isinstance(cell, str) else f"{cell[0]:.4f}" for cell in known]
+    return _emphasized([planner, *texts, f"≤ {over_cap:.0%}" if over_cap else "none"])
+
+
+def _milliseconds(planner: str, cells: Mapping[str, Any], setups: Mapping[str, str]) -> list[str]:
+    known = [cells[name] for name in setups]
+    return _emphasized([planner, *("" if isinstance(cell, str) else f"{cell[3]:.1f}" for cell in known)])
+
+
+def _emphasized(row: list[str]) -> list[str]:
+    """The row in bold where it is this package's."""
+    return [f"**{cell}**" for cell in row] if row[0] == "ours" else row

@@ -51,7 +51,7 @@ def panels(policies: Sequence[str] = tuple(POLICIES)) -> list[Panel]:
 
 
 def main() -> None:
-    """Write quickstart_before_after.svg beside this file."""
+    """Write before_after_light.svg and before_after_dark.svg beside this file."""
     from timeline import draw  # loads matplotlib
 
     from megatron_balance.runtime.process import environment  # loads torch
@@ -61,7 +61,8 @@ def main() -> None:
     draw(
         measured,
         time_label=f"CPU seconds of {num_steps} steps, measured on {environment('cpu')['device']}, {num_ranks} ranks",
-        path=Path(__file__).with_name("quickstart_before_after.svg"),
+        path=Path(__file__).with_name("before_after.svg"),
+        schemes=("light", "dark"),
     )
 
 
