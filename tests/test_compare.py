@@ -530,7 +530,7 @@ def test_a_record_keeps_who_loaded_what(tmp_path: Path) -> None:
             ["synthetic:gsm8k_sft", "--global-batch-size", "8"],
             "--dp-size, --max-tokens-per-gpu missing: compare needs them",
         ),
-        (["synthetic:gsm8k_sft", *BATCH, "--no"], "(see megatron-balance compare --help)"),
+        (["synthetic:gsm8k_sft", *BATCH, "--no"], "see megatron-balance compare --help)"),
         (["synthetic:gsm8k_sft", *BATCH, "--device", "989"], "the cost is tokens, not FLOPs: add --model"),
         (
             ["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "H100"],

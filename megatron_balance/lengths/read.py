@@ -190,11 +190,12 @@ def _read_numpy(file: Path, key: str | None) -> Iterator[_Block]:
     # An array is mapped: no memory is taken for what its header claims. Objects, which can run code, are refused.
     content = np.load(file, mmap_mode="r", allow_pickle=False)
     if not isinstance(content, np.ndarray):
-        name = _choose(content.files, source=str(file), key=key, kind="array")
-        num_bytes = content.zip.getinfo(f"{name}.npy").file_size
-        if num_bytes > 8 * MAX_LENGTHS + _BLOCK:
-            raise ValueError(f"array {name!r} has {num_bytes} bytes, more than {MAX_LENGTHS} lengths")
-        content = content[name]
+        with content as archive:
+            name = _choose(archive.files, source=str(file), key=key, kind="array")
+            num_bytes = archive.zip.getinfo(f"{name}.npy").file_size
+            if num_bytes > 8 * MAX_LENGTHS + _BLOCK:
+                raise ValueError(f"array {name!r} has {num_bytes} bytes, more than {MAX_LENGTHS} lengths")
+            content = archive[name]
     if content.dtype.kind not in "iuf" or content.ndim > 1:
         raise ValueError(
             f"it holds {content.dtype} values of shape {list(content.shape)}, and lengths are integers, [num_samples]"
