@@ -212,12 +212,9 @@ def buffer_device(group: dist.ProcessGroup) -> torch.device | str:
 
 def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
     """The outcome, once every rank of the group has one; a BalanceError on all of them where one has failed."""
-    problem = outcome.text if isinstance(outcome, Failure) else None
-    try:
-        gather_lengths(Samples.joined([]), group=group, error=problem, device=buffer_device(group))
-    except BalanceError as error:
-        raise error from (outcome.error if isinstance(outcome, Failure) else None)
-    assert not isinstance(outcome, Failure), "a problem raises"
+    samples = outcome if isinstance(outcome, Failure) else Samples.joined([])
+    gather_lengths(samples, group=group, device=buffer_device(group))
+    assert not isinstance(outcome, Failure), "every rank has raised it"
     return outcome
 
 

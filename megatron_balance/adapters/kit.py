@@ -152,11 +152,12 @@ def _pack_alike(
 
     while True:
         slots = attempt(pack, min_count)
-        count, error = (0, slots.text) if isinstance(slots, Failure) else (len(slots), None)
+        samples, count = (slots, 0) if isinstance(slots, Failure) else (Samples.joined([]), len(slots))
         header = Header(settings, reported=[count] * NUM_REPORTED)
-        gathered = gather_lengths(Samples.joined([]), group=group, error=error, header=header, device=device)
-        min_count = int(gathered.reported.max())
-        if not isinstance(slots, Failure) and (gathered.reported == min_count).all():
+        counts = gather_lengths(samples, group=group, header=header, device=device).reported
+        assert not isinstance(slots, Failure), "every rank has raised it"
+        min_count = int(counts.max())
+        if (counts == min_count).all():
             return slots
 
 

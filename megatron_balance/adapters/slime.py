@@ -141,7 +141,8 @@ def balanced_dp_schedule(
         # slime's function raises its own error where there are too few rollouts.
         return build(total_lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices)
     lengths = as_integers(total_lengths, name="total_lengths")
-    cost_model, limits = options.cost_model(args), _limits(args)
+    cost_model, is_dynamic = options.cost_model(args), args.use_dynamic_batch_size
+    limits = Limits(args.max_tokens_per_gpu) if is_dynamic else Limits(micro_batch_size=args.micro_batch_size)
     topology = _topology(args, train_parallel_config=train_parallel_config)
     partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
@@ -205,14 +206,6 @@ def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topolog
         # All data-parallel ranks reduce a number in every micro-batch.
         reduces_in_microbatches=bool(getattr(args, "fp8", None)) and getattr(args, "fp8_recipe", "") == "delayed",
     )
-
-
-def _limits(args: Any) -> Limits:
-    if not args.use_dynamic_batch_size:
-        return Limits(micro_batch_size=args.micro_batch_size)
-    if args.max_tokens_per_gpu is None:
-        raise BalanceError("--use-dynamic-batch-size is given and --max-tokens-per-gpu is not: give the cap in tokens.")
-    return Limits(args.max_tokens_per_gpu)
 
 
 def _size(args: Any, name: str, *, default: int = 1) -> int:

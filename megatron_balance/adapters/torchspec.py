@@ -43,8 +43,6 @@ __all__ = ["DispatchWindow", "Settings", "assign_ranks", "bucketed_order", "inst
 
 CONTROLLER = "torchspec.controller.training_controller"
 
-APPROACHES = ("A", "B", "C")
-COSTS = ("padded", "tokens")
 WINDOWS = (2, 3, 4)
 """Sizes of the pool, in dispatches: larger ones gain little and keep more hidden states in Mooncake."""
 
@@ -67,14 +65,14 @@ class Settings:
     bucket_batches: int
 
     def __post_init__(self) -> None:
-        for name, choices in (("approach", APPROACHES), ("cost", COSTS)):
+        for name, choices in (
+            ("approach", ("A", "B", "C")),
+            ("cost", ("padded", "tokens") if self.approach == "A" else ("padded",)),
+            ("window", (1, *WINDOWS) if self.approach == "C" else WINDOWS),
+        ):
             if getattr(self, name) not in choices:
-                raise BalanceError(f"{name} is {getattr(self, name)!r}: it must be one of {', '.join(choices)}.")
-        if self.cost == "tokens" and self.approach != "A":
-            raise BalanceError(f"cost is 'tokens' with approach {self.approach}: give approach A, or cost padded.")
-        windows = (1, *WINDOWS) if self.approach == "C" else WINDOWS
-        if self.window not in windows:
-            raise BalanceError(f"window is {self.window!r}: approach {self.approach} takes one of {windows}.")
+                text = f"{name} is {getattr(self, name)!r} with approach {self.approach}"
+                raise BalanceError(f"{text}: it must be one of {', '.join(map(str, choices))}.")
         check_integer("bucket_batches", self.bucket_batches)
 
 
@@ -214,10 +212,8 @@ def get_status(settings: Settings, stock: Function, controller: Any) -> dict[str
 
 def _window_of(controller: Any, settings: Settings) -> DispatchWindow:
     """The controller's window, made on first use: the class is hooked before a controller exists."""
-    if not hasattr(controller, "_balance_window"):  # it is asked for a hundred times a second
-        size = controller.dispatch_batch_size
-        controller._balance_window = DispatchWindow(settings.window, dispatch_batch_size=size)
-    return controller._balance_window
+    window = DispatchWindow(settings.window, dispatch_batch_size=controller.dispatch_batch_size)
+    return vars(controller).setdefault("_balance_window", window)
 
 
 def _result_length(result: Any) -> int:

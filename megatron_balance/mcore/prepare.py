@@ -179,18 +179,10 @@ class StepBuilder:
         group, topology, settings = self._dp_group, self.topology, self.settings
         assert group is not None, "this rank loads data"
         samples = self._split(fetched, num_items=num_items)
-        failure = samples if isinstance(samples, Failure) else None
-        samples = Samples.joined([]) if isinstance(samples, Failure) else samples
         reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
-        try:
-            gathered = gather_lengths(
-                samples,
-                group=group,
-                error=None if failure is None else failure.text,
-                header=Header(self._announced, number, reports, self._row_values),
-            )
-        except BalanceError as common:
-            raise common from failure.error if failure else common.__cause__
+        header = Header(self._announced, number, reports, self._row_values)
+        gathered = gather_lengths(samples, group=group, header=header)
+        assert not isinstance(samples, Failure), "every rank has raised it"
         # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
         self._row_values = gathered.next_row_values
         if gathered.schema is None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.vision import patches_of_grids
 from megatron_balance.runtime.comm import Device, all_gather_bytes, all_gather_row, ranks_by_value
-from megatron_balance.runtime.failure import MAX_NAMED, mismatch
+from megatron_balance.runtime.failure import MAX_NAMED, Failure, mismatch
 from megatron_balance.samples.sample import Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import HashChains
 
@@ -82,20 +82,14 @@ class GatheredLengths:
 
 
 def gather_lengths(
-    samples: Samples,
-    *,
-    group: dist.ProcessGroup,
-    error: str | None = None,
-    header: Header = Header(),
-    device: Device = "cpu",
+    samples: Samples | Failure, *, group: dist.ProcessGroup, header: Header = Header(), device: Device = "cpu"
 ) -> GatheredLengths:
     """Gather the lengths of all ranks' samples, and check that they go together.
 
     Args:
         samples: of this rank; may be empty. A rank without samples and schema adopts the schema of the others.
-            `Samples.values` are as many on every rank.
+            `Samples.values` are as many on every rank. Or the failure to get them, which every rank raises here.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
-        error: in this rank's data. It is raised here, on every rank.
         header: of this rank, in a run of steps.
         device: where the collective's buffers live: `cuda` for NCCL.
 
@@ -104,6 +98,8 @@ def gather_lengths(
             between ranks, different settings.
         OutOfStepError: on every rank: different steps.
     """
+    failure, samples = (samples, Samples.joined([])) if isinstance(samples, Failure) else (None, samples)
+    error, cause = (None, None) if failure is None else (failure.text, failure.error)
     schema, values = samples.schema, [] if samples.values is None else [samples.values]
     table = np.hstack([samples.lengths[:, None], samples.ragged_lengths, *values])
     sent = table.ravel()
@@ -126,7 +122,7 @@ def gather_lengths(
     if len({*headers[:, ANNOUNCEMENT_HASH].tolist()}) > 1 or error is not None:
         operation = "the schemas or errors of all ranks (gather)"
         texts = all_gather_bytes(announcement, group=group, device=device, operation=operation)
-        schema = _common_schema(texts, group=group)
+        schema = _common_schema(texts, group=group, cause=cause)
 
     num_ragged = 0 if schema is None else schema.num_ragged
     # A rank without samples may have learned of ragged keys only now.
@@ -153,11 +149,13 @@ def gather_lengths(
     )
 
 
-def _common_schema(announcements: Sequence[bytes], *, group: dist.ProcessGroup) -> SampleSchema:
+def _common_schema(
+    announcements: Sequence[bytes], *, group: dist.ProcessGroup, cause: Exception | None
+) -> SampleSchema:
     """The one schema of the ranks that have one; raises where there are two, or where announcements do not match."""
     errors, settings, schemas = zip(*map(json.loads, announcements), strict=True)
     if reason := mismatch(errors, settings, group=group):
-        raise BalanceError(reason)
+        raise BalanceError(reason) from cause
     (first, first_ranks), *others = (
         (SampleSchema.from_text(text), ranks)
         for text, ranks in ranks_by_value(schemas, group=group).items()

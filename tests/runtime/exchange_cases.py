@@ -17,7 +17,7 @@ from megatron_balance import BalanceError, Forest
 from megatron_balance.mcore.microbatch import connect
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.failure import broadcast_step
+from megatron_balance.runtime.failure import Failure, broadcast_step
 from megatron_balance.runtime.gather import Header, gather_chains, gather_lengths
 from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import hash_chains
@@ -201,14 +201,12 @@ def one_rank_differs(kind: str) -> str:
         "shape": [usual | {"loss_mask": torch.ones(3, 1)}],
         "key": [usual | {"advantages": torch.ones(3)}],
     }
-    reports: dict[str, dict[str, Any]] = {
-        "problem": {"error": "the file ended — early"},
-        "settings": {"header": Header({"cap": "8"})},
-    }
     differs = group.rank() == 1
-    if kind in reports:
-        said = reports[kind] if differs else {}
-        return expect_error(lambda: gather_lengths(samples_of([Sample(usual)]), group=group, **said))
+    if kind == "problem" and differs:
+        return expect_error(lambda: gather_lengths(Failure(BalanceError("the file ended — early")), group=group))
+    if kind in ("problem", "settings"):
+        header = Header({"cap": "8"} if differs and kind == "settings" else {})
+        return expect_error(lambda: gather_lengths(samples_of([Sample(usual)]), group=group, header=header))
     rows = others[kind] if differs else [usual] * (kind != "key" or group.rank() > 0)
     return expect_error(lambda: gather_lengths(samples_of([Sample(row) for row in rows]), group=group))
 

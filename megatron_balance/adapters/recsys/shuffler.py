@@ -32,7 +32,8 @@ from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.exchange import reroute_samples
-from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
+from megatron_balance.runtime.failure import Failure, attempt
+from megatron_balance.runtime.gather import GatheredLengths, Header, gather_lengths
 from megatron_balance.samples.sample import Kind, Samples
 
 Ints = NDArray[np.int64]
@@ -89,20 +90,10 @@ def start_shuffle_async(
     """The first half: gathers workloads and lengths, and plans in the shuffler's thread; raises as `shuffle`."""
     group = dist.group.WORLD if pg_group is None else pg_group
     assert group is not None, "a shuffle needs torch.distributed to be initialised"
-    workloads = self.get_workloads(batch, *args, **kwargs)
-    samples, problem = Samples.joined([]), None
-    try:
-        _check(batch, workloads=workloads)
-        lengths = [value.lengths() for _, value in _fields(batch) if isinstance(value, KeyedJaggedTensor)]
-        # To the host in one transfer: the workloads, then the lengths of every key.
-        flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads, *lengths)])
-        costs, *key_lengths = flat.cpu().numpy().reshape(-1, batch.batch_size)
-        real = np.arange(batch.actual_batch_size)
-        samples = _split(batch, lengths=key_lengths).select(real)
-        samples = dataclasses.replace(samples, values=costs[real, None])
-    except BalanceError as error:
-        problem = str(error)
-    gathered = gather_lengths(samples, group=group, error=problem, device=batch.features.values().device)
+    samples = attempt(lambda: _samples(batch, self.get_workloads(batch, *args, **kwargs)))
+    header = Header({"batch_size": str(batch.batch_size)})
+    gathered = gather_lengths(samples, group=group, header=header, device=batch.features.values().device)
+    assert not isinstance(samples, Failure), "every rank has raised it"
     plan = self._kk_executor.submit(_plan, gathered.values[:, 0], dp_size=group.size())
     return PendingShuffle(samples, gathered, group, plan)
 
@@ -217,48 +208,32 @@ def _indices(positions: Ints, *, ranks: Ints, dp_size: int, batch_size: int) -> 
     return np.concatenate([positions, padding])[order].reshape(dp_size, batch_size)
 
 
-def _check(batch: Any, *, workloads: torch.Tensor) -> None:
-    """Raises BalanceError where a batch cannot be cut into samples."""
-    size, num_samples = batch.batch_size, batch.actual_batch_size
-    if not 0 <= num_samples <= size:
-        raise BalanceError(f"actual_batch_size is {num_samples}: it must be 0 to batch_size, {size}.")
-    if workloads.shape != (size,) or workloads.is_floating_point() or workloads.is_complex():
-        raise BalanceError(
-            f"get_workloads gave {workloads.dtype} {list(workloads.shape)}: it must be integers, [{size}], a sample's."
-        )
-    for name, value in _fields(batch):
-        if not isinstance(value, KeyedJaggedTensor):
-            if value.dim() == 0 or value.shape[0] % size:
-                raise BalanceError(
-                    f"{name} has shape {list(value.shape)}: its first dimension must be a multiple of the batch_size, "
-                    f"{size}."
-                )
-        elif value.variable_stride_per_key() or value.inverse_indices_or_none() is not None:
-            raise BalanceError(f"{name} has keys of different batch sizes: a shuffle needs batch_size of each.")
-        elif value.stride() != size:
-            raise BalanceError(f"{name} has {value.stride()} samples: it must have batch_size, {size}.")
-
-
-def _split(batch: Any, *, lengths: Sequence[Ints]) -> Samples:
-    """Every sample, padding included, as one token; `lengths` are `[batch_size]` of each key."""
-    size, key_lengths = batch.batch_size, iter(lengths)
-    token = torch.zeros(1, dtype=torch.uint8, device=batch.features.values().device)
-    columns: dict[str, Sequence[torch.Tensor]] = {"sample": [token] * size}
-    columns["samples of a batch"] = [torch.empty(size, 0)] * size
-    kinds: dict[str, Kind] = {"sample": "per_token", "samples of a batch": "per_sample"}
-    for name, value in _fields(batch):
-        if not isinstance(value, KeyedJaggedTensor):
+def _samples(batch: Any, workloads: torch.Tensor) -> Samples:
+    """The real samples of a batch, each with its workload as value; whatever cannot be cut into samples raises."""
+    size, fields = batch.batch_size, dict(_fields(batch))
+    lengths = {name: value.lengths() for name, value in fields.items() if isinstance(value, KeyedJaggedTensor)}
+    for name, entries in lengths.items():
+        if entries.numel() != size * len(fields[name].keys()):
+            raise BalanceError(f"{name} has {entries.numel()} lengths: each of its keys must have batch_size, {size}.")
+    # To the host in one transfer: the workloads, then the lengths of every key.
+    flat = torch.cat([part.to(torch.int64).reshape(-1) for part in (workloads.reshape(size), *lengths.values())])
+    costs, *key_lengths = flat.cpu().numpy().reshape(-1, size)
+    columns, kinds = dict[str, Sequence[torch.Tensor]](), dict[str, Kind]()
+    for name, value in fields.items():
+        if name not in lengths:
             columns[name] = value.reshape(size, value.shape[0] // size, *value.shape[1:]).unbind()
             kinds[name] = "per_sample"
             continue
         keys = list(value.keys())
-        entries = [entry for _ in keys for entry in next(key_lengths).tolist()]
+        entries = [entry for _ in keys for entry in key_lengths.pop(0).tolist()]
         for suffix, tensor in _parts(value):
             pieces = tensor.split(entries)
             for index, key in enumerate(keys):
                 columns[f"{name}/{key}{suffix}"] = pieces[index * size : (index + 1) * size]
                 kinds[f"{name}/{key}{suffix}"] = "ragged"
-    return Samples.from_columns(columns, kinds=kinds, lengths=np.ones(size, dtype=np.int64))
+    real = np.arange(batch.actual_batch_size)
+    samples = Samples.from_columns(columns, kinds=kinds, lengths=np.ones(size, dtype=np.int64)).select(real)
+    return dataclasses.replace(samples, values=costs[real, None])
 
 
 def _join(batch: Any, samples: Samples) -> Any:

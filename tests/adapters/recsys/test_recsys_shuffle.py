@@ -130,8 +130,8 @@ def shuffle_what_one_rank_spoils(item_lengths, *, batch_size, fault):
     elif rank == 1 and fault == "rows":
         batch = make_batch(item_lengths[rank], rank=rank, batch_size=batch_size + 1)
     shuffler = BatchShufflerFactory.create("megatron_balance")
-    if rank == 1 and fault == "float":
-        shuffler.get_workloads = lambda batch: torch.ones(batch.batch_size)
+    if rank == 1 and fault == "workloads":
+        shuffler.get_workloads = lambda batch: torch.ones(batch.batch_size + 1)
     try:
         shuffler.shuffle(batch, dist.group.WORLD)
     except BalanceError as error:
@@ -259,9 +259,9 @@ def test_in_two_halves_with_two_batches_under_way():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("dense", "rank 1 failed: user has shape [3, 3]"),
-        ("float", "rank 1 failed: get_workloads gave torch.float32"),
-        ("rows", "'samples of a batch' is float32 [5, 0] where the other has float32 [4, 0]"),
+        ("dense", "rank 1 failed: RuntimeError: shape '[4, 0, 3]' is invalid"),
+        ("workloads", "rank 1 failed: RuntimeError: shape '[4]' is invalid"),
+        ("rows", "batch_size is 4 on ranks 0, 2 and 5 on rank 1"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_raised_on_all(fault, message):

@@ -208,7 +208,7 @@ def test_without_a_flag_slimes_own_runs_and_refuses_in_its_own_words() -> None:
 
 
 def test_dynamic_batches_need_a_cap() -> None:
-    with pytest.raises(BalanceError, match="--max-tokens-per-gpu"):
+    with pytest.raises(BalanceError, match="max_tokens_per_gpu"):
         plan([10] * 8, args=qwen3_4b(max_tokens_per_gpu=None))
 
 
