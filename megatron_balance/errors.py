@@ -1,9 +1,10 @@
-"""The error class that users meet, and the check of sizes that all classes and functions share."""
+"""The error class that users meet, and the checks of sizes that all classes and functions share."""
 
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex, cast
+from dataclasses import fields
+from typing import Any, SupportsIndex, cast
 
 
 class BalanceError(ValueError):
@@ -28,3 +29,14 @@ def check_integer(name: str, value: object, *, minimum: int = 1) -> int:
     if number is None or number < minimum:
         raise BalanceError(f"{name} is {value!r}: it must be an integer of at least {minimum}.")
     return number
+
+
+def check_sizes(instance: Any) -> None:
+    """Makes a dataclass's sizes int; refuses what is no integer or too small: below 1, or below 0 where that is default."""
+    for field in fields(instance):
+        name, value = f"{type(instance).__name__}.{field.name}", getattr(instance, field.name)
+        # Annotations are texts in all of these classes.
+        if field.type == "int" or (field.type == "int | None" and value is not None):
+            object.__setattr__(instance, field.name, check_integer(name, value, minimum=int(field.default != 0)))
+        elif field.type == "bool" and not isinstance(value, bool):
+            raise BalanceError(f"{name} is {value!r}: it must be True or False.")

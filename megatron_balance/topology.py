@@ -8,12 +8,12 @@ sample, `padded_seq_len` those that it occupies once padded for context and sequ
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.errors import BalanceError, check_sizes
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,7 @@ class Topology:
     max_cp_size: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise BalanceError(f"Topology.{field.name} is {value!r}: it must be True or False.")
-                continue
-            if value is None and field.default is None:
-                continue
-            object.__setattr__(self, field.name, check_integer(f"Topology.{field.name}", value))
+        check_sizes(self)
         if self.pp_size > 1 and self.vpp_size > 1 and self.microbatch_multiple < self.pp_size:
             raise BalanceError(
                 f"Topology.microbatch_multiple is {self.microbatch_multiple} with vpp_size {self.vpp_size}: Megatron "
@@ -211,10 +203,7 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_tokens_per_gpu is None and self.micro_batch_size is None:
             raise BalanceError("Limits has neither max_tokens_per_gpu nor micro_batch_size: give one of them, or both.")
-        for name in ("max_tokens_per_gpu", "micro_batch_size"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, check_integer(f"Limits.{name}", value))
+        check_sizes(self)
 
     def max_tokens_per_microbatch(self, topology: Topology) -> int | None:
         """The cap of a micro-batch over its context-parallel ranks, tokens; None where only samples count."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.cost.stages import STAGE_BITS, StageCosts
-from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.errors import BalanceError, check_integer, check_sizes
 from megatron_balance.model.flops import (
     Chunk,
     FlopsPolynomial,
@@ -113,9 +113,7 @@ class CostModel:
             window = check_integer("a window of CostModel.windows", window)
             windows.append((window, check_integer(f"CostModel.windows[{window}]", cost, minimum=0)))
         object.__setattr__(self, "windows", tuple(windows))
-        for name, value in self.terms().items():
-            if isinstance(name, str):
-                object.__setattr__(self, name, check_integer(f"CostModel.{name}", value, minimum=0))
+        check_sizes(self)
         if not any(self.terms().values()):
             raise BalanceError("CostModel has no coefficient above zero: every sample would be free.")
 

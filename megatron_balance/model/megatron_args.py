@@ -122,28 +122,22 @@ def fields_from_transformer_config(
 ) -> dict[str, Any]:
     """The same from a TransformerConfig of megatron.core; its `__post_init__` has filled in the defaults."""
     values: dict[str, Any] = dict(getattr(config, "__dict__", {}))
-    for name in ("ffn_hidden_size", "gated_linear_unit", "num_moe_experts", "moe_layer_freq", "is_hybrid_model"):
-        if name not in values:
-            raise BalanceError(
-                f"config is a {type(config).__name__} without {name}: it must be megatron.core's TransformerConfig "
-                "(the `transformer` of a GPTModelConfig)."
-            )
-    if values["is_hybrid_model"] and not hybrid_layer_pattern:
+    if values.get("is_hybrid_model") and not hybrid_layer_pattern:
         raise BalanceError(
             "hybrid_layer_pattern is not given: the configuration is a hybrid model's and does not say which "
             "layers it has; pass --hybrid-layer-pattern."
         )
     values |= {
-        "num_experts": values["num_moe_experts"],
+        "num_experts": values.get("num_moe_experts"),
         # A pattern equal to the default is left out, as in ModelShape.
-        "moe_layer_freq": None if values["moe_layer_freq"] == 1 else values["moe_layer_freq"],
+        "moe_layer_freq": None if values.get("moe_layer_freq") == 1 else values.get("moe_layer_freq"),
         "group_query_attention": True,
-        "swiglu": values["gated_linear_unit"],
+        "swiglu": values.get("gated_linear_unit"),
         "padded_vocab_size": padded_vocab_size,
         "hybrid_layer_pattern": hybrid_layer_pattern,
     }
     # Argument parsing takes 0 for "not given"; here it is what the layers are built with.
-    return fields_from_megatron_args(Namespace(**values)) | {"ffn_hidden_size": values["ffn_hidden_size"]}
+    return fields_from_megatron_args(Namespace(**values)) | {"ffn_hidden_size": values.get("ffn_hidden_size")}
 
 
 def _flag(name: str) -> str:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, check_sizes
 from megatron_balance.model.flops import NEEDED, Layer, calculate_fwd_flops, hybrid_parts
 from megatron_balance.model.hf_config import PRESETS, ROWS, fields_from_hf_config
 from megatron_balance.model.megatron_args import fields_from_megatron_args, fields_from_transformer_config
-from megatron_balance.model.vision import VisionEncoder, check_sizes
+from megatron_balance.model.vision import VisionEncoder
 
 HYBRID_LAYERS = {
     "*": Layer("attention", None),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.errors import BalanceError, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,6 @@ class VisionEncoder:
                 f"VisionEncoder.num_windowed_layers is {self.num_windowed_layers}: it must be at most num_layers, "
                 f"{self.num_layers}, and window_patches must be set."
             )
-
-
-def check_sizes(shape: Any) -> None:
-    """Refuse a dataclass whose integers are none, or below 1 where the default is not 0."""
-    for field in fields(shape):
-        if field.type in (int, "int"):  # an annotation is evaluated or not
-            name, value = f"{type(shape).__name__}.{field.name}", getattr(shape, field.name)
-            object.__setattr__(shape, field.name, check_integer(name, value, minimum=int(field.default != 0)))
 
 
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:

@@ -61,8 +61,10 @@ def reroute_samples(
     expected = gathered.lengths[at_home], gathered.ragged_lengths[at_home].ravel()
     actual = samples.lengths, samples.ragged_lengths.ravel()
     if gathered.schema is not None and not all(map(np.array_equal, actual, expected)):
-        texts = [f"{lengths.tolist()} tokens and {counts.tolist()} entries" for lengths, counts in (actual, expected)]
-        raise BalanceError("reroute_samples got samples of {}; those gathered had {}.".format(*texts))
+        raise BalanceError(
+            f"reroute_samples got samples of {samples.lengths.tolist()} tokens; those gathered had "
+            f"{expected[0].tolist()}, or other entries of ragged keys: give those."
+        )
     moves = homes != destinations
     staying = sample_ids[(homes == rank) & ~moves]
     ids, parts = [staying], [samples.select(np.searchsorted(at_home, staying))]
