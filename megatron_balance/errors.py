@@ -32,7 +32,7 @@ def check_integer(name: str, value: object, *, minimum: int = 1) -> int:
 
 
 def check_sizes(instance: Any) -> None:
-    """Makes a dataclass's sizes int; refuses what is no integer or too small: below 1, or below 0 where that is default."""
+    """Makes int of all sizes of a dataclass; refuses what is no integer or below 1, or 0 where that is the default."""
     for field in fields(instance):
         name, value = f"{type(instance).__name__}.{field.name}", getattr(instance, field.name)
         # Annotations are texts in all of these classes.
