@@ -1,12 +1,7 @@
 """Recorded runs for the tests of reports and comparisons: planned for real, their seconds made up."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +11,7 @@ from megatron_balance.record import RecordWriter, RunInfo, StepRecord
 COST_MODEL = CostModel(linear=2000, quadratic=1)
 
 
-def run_info(topology: Topology | None = None, **changes: object) -> RunInfo:
+def run_info(topology=None, **changes):
     info = RunInfo(
         topology=topology or Topology(4),
         limits=Limits(8192),
@@ -29,7 +24,7 @@ def run_info(topology: Topology | None = None, **changes: object) -> RunInfo:
     return replace(info, **changes)
 
 
-def step_of(info: RunInfo, lengths: Sequence[int], **options: Any) -> StepRecord:
+def step_of(info, lengths, **options):
     """The first step of a run, planned from these lengths."""
     shared = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
     schedule = build_data_schedule(lengths, objective=info.objective, **shared, **options)
@@ -37,9 +32,7 @@ def step_of(info: RunInfo, lengths: Sequence[int], **options: Any) -> StepRecord
 
 
 @contextlib.contextmanager
-def record_writers(
-    folder: Path, info: RunInfo, *, num_ranks: int, resume: bool = False
-) -> Iterator[list[RecordWriter]]:
+def record_writers(folder, info, *, num_ranks, resume=False):
     """Those of all ranks, closed in the end."""
     with contextlib.ExitStack() as stack:
         writers = [
@@ -50,7 +43,7 @@ def record_writers(
         yield writers
 
 
-def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segments: int = 1) -> StepRecord:
+def planned_step(info, *, iteration, num_samples, most_segments=1):
     """Every rank has loaded neighbours, not every so many-th sample as Megatron's sampler gives them."""
     rng = np.random.default_rng(iteration)
     num_segments = rng.integers(0, most_segments, num_samples, endpoint=True) if most_segments > 1 else None
@@ -68,16 +61,8 @@ def planned_step(info: RunInfo, *, iteration: int, num_samples: int, most_segmen
 
 
 def write_record(
-    folder: Path,
-    info: RunInfo | None = None,
-    *,
-    num_steps: int = 6,
-    num_samples: int = 48,
-    measured: bool = True,
-    noise: float = 0.05,
-    num_plans: int | None = None,
-    most_segments: int = 1,
-) -> list[StepRecord]:
+    folder, info=None, *, num_steps=6, num_samples=48, measured=True, noise=0.05, num_plans=None, most_segments=1
+):
     """As a training run writes it. Every micro-batch took a nanosecond a unit of cost, but for noise.
 
     With `num_plans` the steps repeat as many plans and are measured anew.

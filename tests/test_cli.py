@@ -1,7 +1,5 @@
 """The command line: the plan of a policy, help, and what every command says about wrong input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,14 +18,14 @@ BATCH = ["--data", "samples", "--global-batch-size", "64", "--dp-size", "4", "--
 
 
 @pytest.fixture
-def lengths_file(tmp_path: Path) -> Path:
+def lengths_file(tmp_path):
     file = tmp_path / "lengths.npy"
     np.save(file, np.random.default_rng(0).integers(16, 4000, size=200))
     return file
 
 
 @pytest.mark.parametrize("policy", ["by-flops", "dynamic-cp"])
-def test_json_is_a_valid_plan_of_the_lengths_in_file_order(policy: str, lengths_file: Path, tmp_path: Path) -> None:
+def test_json_is_a_valid_plan_of_the_lengths_in_file_order(policy, lengths_file, tmp_path):
     """The planner makes the same plans of what was written."""
     out = tmp_path / "plan.jsonl"
     model = ["--model", "Qwen3-8B", "--cp-size", "2"]
@@ -54,8 +52,8 @@ def test_json_is_a_valid_plan_of_the_lengths_in_file_order(policy: str, lengths_
         assert np.array_equal(-(-step.costs // info.topology.gpus_per_rank), schedule.cost_grid)
 
 
-def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:
-    def lengths_of(*arguments: str) -> list[list[int]]:
+def test_the_seed_decides_the_order(lengths_file, tmp_path):
+    def lengths_of(*arguments):
         out = tmp_path / "plan.jsonl"
         assert main(["compare", str(lengths_file), *BATCH, *arguments, "--policy", "stock", "--json", str(out)]) == 0
         return [step.lengths.tolist() for step in read_record(out).steps]
@@ -64,12 +62,12 @@ def test_the_seed_decides_the_order(lengths_file: Path, tmp_path: Path) -> None:
     assert lengths_of("--shuffle") == lengths_of("--shuffle", "0") != lengths_of()
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
+def test_debug_shows_where_an_error_comes_from():
     with pytest.raises(ValueError, match="cannot be read"):
         main(["--debug", "compare", "missing.npy", *BATCH])
 
 
-def test_runs_as_a_module_into_a_closed_pipe() -> None:
+def test_runs_as_a_module_into_a_closed_pipe():
     command = [sys.executable, "-m", "megatron_balance", "compare", "synthetic:gsm8k_sft", *BATCH]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -85,19 +83,19 @@ COMPARE = ["compare", "synthetic:gsm8k_sft", *BATCH, "--model", "Qwen/Qwen3-8B"]
 """Its id on Hugging Face."""
 
 
-def printed_by(code: str, *arguments: str, stdin: str = "", **environment: str) -> tuple[str, str]:
+def printed_by(code, *arguments, stdin="", **environment):
     code = f"import sys; {code}; from megatron_balance.cli import main; sys.exit(main({[*arguments]}))"
     command, variables = [sys.executable, "-c", code], {**os.environ, **environment}
     done = subprocess.run(command, capture_output=True, text=True, check=True, input=stdin, env=variables)
     return done.stdout, done.stderr
 
 
-def untimed(text: str) -> str:
+def untimed(text):
     """Without colour, and the milliseconds that end a row."""
     return re.sub(r" *[\d.]+$", "", re.sub(r"\x1b\[[\d;]*m", "", text), flags=re.MULTILINE)
 
 
-def test_colour_is_the_same_text_and_rich_is_not_needed() -> None:
+def test_colour_is_the_same_text_and_rich_is_not_needed():
     plain, said = printed_by("0", *COMPARE)
     assert "rich" not in said
     coloured, _ = printed_by("0", *COMPARE, FORCE_COLOR="1", TERM="xterm-256color")
@@ -107,7 +105,7 @@ def test_colour_is_the_same_text_and_rich_is_not_needed() -> None:
     assert untimed(printed_by(blocked, *COMPARE, FORCE_COLOR="1")[0]) == untimed(plain)
 
 
-def test_lengths_from_standard_input_and_json_to_standard_output() -> None:
+def test_lengths_from_standard_input_and_json_to_standard_output():
     batch = ["--data", "samples", "--global-batch-size", "4", "--dp-size", "2", "--max-tokens-per-gpu", "8"]
     out, text = printed_by("0", "compare", "-", *batch, "--json", "-", stdin="6\n1\n4\n1\n")
     lines = [json.loads(line) for line in out.splitlines()]
@@ -116,7 +114,7 @@ def test_lengths_from_standard_input_and_json_to_standard_output() -> None:
     assert not Path("-").exists()
 
 
-def test_a_visitor_is_led_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_visitor_is_led_on(capsys):
     """Faults: the bare command was an error, and flags before -- were unrecognized without a remedy."""
     with pytest.raises(SystemExit, match="0"):
         main([])
@@ -131,7 +129,7 @@ def test_a_visitor_is_led_on(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_doctor_without_torch_says_what_to_install() -> None:
+def test_doctor_without_torch_says_what_to_install():
     """Fault: a traceback, where the package was installed without extras."""
     code = "import sys; sys.modules['torch'] = None; from megatron_balance.cli import main; sys.exit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,14 +1,11 @@
 """`megatron-balance compare`: figures that can be checked by hand, and records replayed under every policy."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ SHAPE = ModelShape.preset("Qwen3-8B")
 FLOPS = CostModel.from_shape(SHAPE)
 
 
-def batch_of(size: int, dp_size: int, cap: int) -> list[str]:
+def batch_of(size, dp_size, cap):
     """Flags of batches of samples."""
     flags = f"--data samples --global-batch-size {size} --dp-size {dp_size} --max-tokens-per-gpu {cap}"
     return flags.split()
@@ -39,11 +36,11 @@ def batch_of(size: int, dp_size: int, cap: int) -> list[str]:
 BATCH = batch_of(64, 4, 8192)
 
 
-def compare(*arguments: object) -> int:
+def compare(*arguments):
     return main(["compare", *map(str, arguments)])
 
 
-def figures_of(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+def figures_of(tmp_path, *arguments):
     """The lines that `--json` writes: that of the run, with the steps, the policies by name and the advice in it."""
     out = tmp_path / "compare.jsonl"
     assert compare(*arguments, "--json", out) == 0
@@ -55,26 +52,26 @@ def figures_of(tmp_path: Path, *arguments: object) -> dict[str, Any]:
 
 
 @pytest.fixture
-def lengths_file(tmp_path: Path) -> Path:
+def lengths_file(tmp_path):
     file = tmp_path / "lengths.npy"
     np.save(file, np.random.default_rng(0).lognormal(6.5, 1.0, size=400).astype(np.int64).clip(8, 8000))
     return file
 
 
 @pytest.fixture
-def calibration_file(tmp_path: Path) -> Path:
+def calibration_file(tmp_path):
     file = tmp_path / "calibration.json"
     Calibration(costs=CostModel(per_microbatch=2 * 10**15, linear=10**12, quadratic=10**9)).write(file)
     return file
 
 
-def write_lengths(folder: Path, *lengths: int) -> Path:
+def write_lengths(folder, *lengths):
     file = folder / "some.txt"
     file.write_text("".join(f"{length}\n" for length in lengths))
     return file
 
 
-def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
+def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path):
     # Stock deals 6, 4 to rank 0 and 1, 1 to rank 1; evened out, both ranks have 6.
     file = write_lengths(tmp_path, 6, 1, 4, 1)
     arguments = [file, *batch_of(4, 2, 8)]
@@ -90,7 +87,7 @@ def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path: Path) -> None:
     assert stock["padding"] == 0
 
 
-def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> None:
+def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path):
     file = write_lengths(tmp_path, *[1024] * 4)
     arguments = [file, *batch_of(4, 1, 1024), "--device", "500,500"]
     seconds = (FLOPS(1024) + FLOPS.per_microbatch) / 5e14
@@ -107,7 +104,7 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path: Path) -> N
         assert stock["tokens_per_second_per_gpu"] == pytest.approx(4096 / expected / num_gpus)
 
 
-def test_the_scripts_split_of_layers_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scripts_split_of_layers_counts(tmp_path, capsys):
     arguments = [write_lengths(tmp_path, *[1024] * 4), *batch_of(4, 1, 1024), "--device", "500", "--model", "Qwen3-8B"]
     arguments += ["--pp-size", 4]
     even = figures_of(tmp_path, *arguments)["policies"]["stock"]["seconds_per_step"]
@@ -124,7 +121,7 @@ def test_the_scripts_split_of_layers_counts(tmp_path: Path, capsys: pytest.Captu
         assert flags[0] in capsys.readouterr().err
 
 
-def test_weights_that_fsdp_gathers_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_fsdp_gathers_count(tmp_path, capsys):
     file, out = write_lengths(tmp_path, *[512] * 64), tmp_path / "fsdp.jsonl"
     arguments = [file, *batch_of(64, 16, 4096), "--model", "Qwen3-8B", "--device", 400, "--json", out]
     for bandwidth in (25, 50):
@@ -136,7 +133,7 @@ def test_weights_that_fsdp_gathers_count(tmp_path: Path, capsys: pytest.CaptureF
         assert seconds == pytest.approx([4 * gather, gather], rel=0.01), "stock gathers for each sample"
 
 
-def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file: Path) -> None:
+def test_seconds_of_a_calibration_need_no_speed(tmp_path, calibration_file):
     file = write_lengths(tmp_path, 1000, 1000)
     arguments = [file, *batch_of(2, 1, 2048)]
     policies = figures_of(tmp_path, *arguments, "--cost", calibration_file)["policies"]
@@ -153,13 +150,13 @@ def test_seconds_of_a_calibration_need_no_speed(tmp_path: Path, calibration_file
     assert policies["stock"]["seconds_per_step"] == pytest.approx(7 * 3e-3 / 4)
 
 
-def test_tensor_parallelism_pads(tmp_path: Path) -> None:
+def test_tensor_parallelism_pads(tmp_path):
     file = write_lengths(tmp_path, *[1001] * 4)
     policies = figures_of(tmp_path, file, *batch_of(4, 1, 1004), "--tp-size", 4)["policies"]
     assert policies["balance-data"]["padding"] == pytest.approx(3 / 1004)  # of sequence parallelism
 
 
-def test_sparse_attention_of_stock_is_counted_by_its_own_packs(tmp_path: Path) -> None:
+def test_sparse_attention_of_stock_is_counted_by_its_own_packs(tmp_path):
     """Without fused kernels every pack costs the square of its tokens: one sample for stock, a full pack else."""
     file = write_lengths(tmp_path, *[1000] * 8)
     arguments = [file, *batch_of(8, 1, 8000)]
@@ -168,7 +165,7 @@ def test_sparse_attention_of_stock_is_counted_by_its_own_packs(tmp_path: Path) -
     assert policies["packed"]["speedup"] < 1  # eight times the attention of stock
 
 
-def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file: Path, tmp_path: Path) -> None:
+def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file, tmp_path):
     """Fault: `--device 400`, the docs' example, set r = 1, and the flags advised were 9 % slower."""
     one, two, slow = (
         figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", rates)["policies"]
@@ -180,7 +177,7 @@ def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file: Path, tmp_p
         assert "--balance-attention-rate" not in figures["flags"]
 
 
-def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_path: Path) -> None:
+def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_path):
     """Fault: FLOPs under the name of seconds; and costs of two plans differed by the GPUs of a replica."""
     file = write_lengths(tmp_path, *[32768] * 512)
     arguments = [file, *batch_of(512, 2, 32768), "--cp-size", 4, "--model", "Qwen3-8B", "--steps", 1]
@@ -193,7 +190,7 @@ def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_p
     assert costs["by-flops"] == pytest.approx(512 * (FLOPS(32768) / 0.6) / 8, rel=0.3)
 
 
-def test_the_printed_command_passes_doctor(lengths_file: Path, tmp_path: Path) -> None:
+def test_the_printed_command_passes_doctor(lengths_file, tmp_path):
     """Fault: what was advised lacked --calculate-per-token-loss, and doctor refused it."""
     pytest.importorskip("megatron.training")
     from megatron_balance.mcore.setup.flags import parse_flags
@@ -214,7 +211,7 @@ def test_the_printed_command_passes_doctor(lengths_file: Path, tmp_path: Path) -
         assert (unknown, problems(vars(parsed))) == ([], [])
 
 
-def test_what_the_script_refuses_is_not_compared(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_script_refuses_is_not_compared(lengths_file, capsys):
     with_dominant = [lengths_file, *BATCH, "--model", "Qwen3-8B"]
     assert compare(*with_dominant) == 0
     assert "\ndynamic-cp " in capsys.readouterr().out
@@ -229,7 +226,7 @@ def test_what_the_script_refuses_is_not_compared(lengths_file: Path, capsys: pyt
     assert "balance-data is not compared: --hybrid-context-parallel is set" in printed
 
 
-def test_stock_is_what_megatron_runs_or_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stock_is_what_megatron_runs_or_asked_for(tmp_path, capsys):
     """Fault: for --sft data that removing padding speeds up tenfold 1.43x was promised, for an .idx 1.86x for 1.03x."""
     file = write_lengths(tmp_path, *[100, 50, 300, 50] * 4)
     batch = ["--global-batch-size", 8, "--dp-size", 2]
@@ -256,7 +253,7 @@ def test_stock_is_what_megatron_runs_or_asked_for(tmp_path: Path, capsys: pytest
     assert 1 <= masked["policies"]["by-flops"]["speedup"] < 1.2
 
 
-def test_the_first_line_is_stock_and_more_steps_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_is_stock_and_more_steps_are_noted(tmp_path, capsys):
     for num_samples, has_more in ((8192, False), (8193, True), (8192 + 64, True), (8191, False)):
         np.save(tmp_path / "many.npy", np.full(num_samples, 100) + np.arange(num_samples) % 7)
         assert compare(tmp_path / "many.npy", *BATCH) == 0
@@ -265,16 +262,14 @@ def test_the_first_line_is_stock_and_more_steps_are_noted(tmp_path: Path, capsys
         assert ("Note: these are the first 128 steps; --steps plans more." in printed) == has_more
 
 
-def test_lengths_that_surprise_are_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_that_surprise_are_doubted(tmp_path, capsys):
     batch = batch_of(4, 2, 8)
     for lengths, is_doubted in (([2, 2, 2, 2], True), ([0, 3, 1, 2], True), ([100, 20, 30, 7], False)):
         assert compare(write_lengths(tmp_path, *lengths), *batch) == 0
         assert ("if that surprises you" in capsys.readouterr().out) == is_doubted
 
 
-def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(tmp_path, capsys):
     """Fault: plan over bound 1.000, while most GPUs waited."""
     file = write_lengths(tmp_path, 60_000, *[500] * 31)
     batch = batch_of(32, 8, 65_536)
@@ -293,7 +288,7 @@ def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(
     assert content["advice"]["policy"] == "by-flops"
 
 
-def test_training_understands_every_policys_flags(lengths_file: Path, calibration_file: Path, tmp_path: Path) -> None:
+def test_training_understands_every_policys_flags(lengths_file, calibration_file, tmp_path):
     assert list(figures_of(tmp_path, lengths_file, *BATCH)["policies"]) == ["stock", "packed", "balance-data"]
     # Sliding windows: training refuses dynamic sizes.
     assert "dynamic-cp" not in figures_of(tmp_path, lengths_file, *BATCH, "--model", "gpt-oss-20b")["policies"]
@@ -312,7 +307,7 @@ def test_training_understands_every_policys_flags(lengths_file: Path, calibratio
     assert parsed["dynamic-cp"].balance_dynamic_cp
 
 
-def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path, capsys):
     file = write_lengths(tmp_path, 10, 10, 150, 10, 10, 10, 10, 10)
     arguments = [file, *batch_of(4, 2, 100)]
     arguments += ["--policy", "balance-data"]
@@ -334,14 +329,14 @@ def test_headroom_is_that_of_the_fullest_micro_batch(tmp_path: Path, capsys: pyt
     assert "--max-tokens-per-gpu 450 holds it, if memory does; else cut them at 200" in printed
 
 
-def test_equal_lengths_need_no_flag(tmp_path: Path) -> None:
+def test_equal_lengths_need_no_flag(tmp_path):
     """Fault: a gain of 1 % was enough to advise another order of the data."""
     file = write_lengths(tmp_path, *[4096] * 64)
     advice = figures_of(tmp_path, file, *batch_of(32, 4, 4096), "--model", "Qwen3-8B")["advice"]
     assert (advice["policy"], advice["flags"], advice["speedup"]) == ("stock", "", 1.0)
 
 
-def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_path: Path) -> None:
+def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file, tmp_path):
     arguments = [*batch_of(64, 4, 4096), "--cp-size", 2, "--model", "Qwen3-8B", "--device", "400,400"]
     policies = figures_of(tmp_path, lengths_file, *arguments)["policies"]
     # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
@@ -364,7 +359,7 @@ def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file: Path, tmp_pa
 )
 @example(lengths=[2100] * 16, ranks=(16, 1), model=["--model", "Qwen3-8B"])  # what fits is slower than stock
 @settings(max_examples=25)
-def test_advice_is_true(lengths: list[int], ranks: tuple[int, int], model: list[str]) -> None:
+def test_advice_is_true(lengths, ranks, model):
     """Not slower than stock, within 1 % of the best at one size; the speed is that of the printed flags."""
     with tempfile.TemporaryDirectory() as folder:
         file = write_lengths(Path(folder), *lengths)
@@ -382,7 +377,7 @@ def test_advice_is_true(lengths: list[int], ranks: tuple[int, int], model: list[
     assert set(re.findall(r"--max-tokens-per-gpu (\d+)", chosen["flags"])) <= {"2048"}
 
 
-def test_lengths_of_all_rows_are_saved_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_of_all_rows_are_saved_in_their_order(tmp_path, capsys):
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out" / "lengths.jsonl"
     rows.write_text("".join(f'{{"input_ids": {[0] * length}, "x": 1}}\n' for length in range(1, 201)))
     flags = ["--save-lengths", out]
@@ -398,9 +393,7 @@ def test_lengths_of_all_rows_are_saved_in_their_order(tmp_path: Path, capsys: py
     assert "--save-lengths is" in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_named_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_cannot_be_written_is_named_before_any_work(tmp_path, capsys):
     """Fault: noticed after the whole measurement; and only one of three outputs made its folder."""
     (tmp_path / "file").touch()
     assert compare("synthetic:gsm8k_sft", *BATCH, "--json", tmp_path / "file" / "plan.jsonl") == 2
@@ -419,9 +412,7 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
     assert all(path.stat().st_size for path in (plan, page, seconds))
 
 
-def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(tmp_path, capsys):
     steps = write_record(tmp_path / "record", num_steps=4, num_samples=64, noise=0.0)
     capsys.readouterr()
     content = figures_of(tmp_path, tmp_path / "record")
@@ -443,9 +434,7 @@ def test_a_recorded_run_is_replayed_as_it_was_and_under_every_policy(
     assert fitted["seconds_per_step"] == pytest.approx(np.mean(slowest) * 1e-9, rel=1e-2)
 
 
-def test_a_record_advises_caps_and_sizes_by_its_seconds_and_its_measured_cap(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_advises_caps_and_sizes_by_its_seconds_and_its_measured_cap(tmp_path, capsys):
     """A micro-batch costs as much as 4,000 tokens: a larger cap pays, and is advised where memory was measured."""
     folder, cost_model = tmp_path / "record", CostModel(linear=2000, quadratic=1, per_microbatch=8_000_000)
     info = run_info(cost_model=cost_model, environment={"recompute": "full"})
@@ -480,7 +469,7 @@ def test_a_record_advises_caps_and_sizes_by_its_seconds_and_its_measured_cap(
     assert any("are not compared: the record has" in sentence for sentence in sentences)
 
 
-def test_stock_of_a_record_fills_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stock_of_a_record_fills_its_rows(tmp_path, capsys):
     """Of --sft a sample each; of documents those that lie in rows; where neither is so, samples as they are."""
     tokens = {"cost_name": "tokens", "cost_model": CostModel.tokens()}
     arguments = {"num_steps": 2, "num_samples": 48, "measured": False}
@@ -504,7 +493,7 @@ def test_stock_of_a_record_fills_its_rows(tmp_path: Path, capsys: pytest.Capture
     assert rows_of(documents, row_tokens=200, num_rows=4) is None
 
 
-def test_a_record_keeps_who_loaded_what(tmp_path: Path) -> None:
+def test_a_record_keeps_who_loaded_what(tmp_path):
     folder = tmp_path / "record"
     steps = write_record(folder, run_info(cost_name="tokens", cost_model=CostModel.tokens()), measured=False)
     of_ranks = [step.lengths.reshape(4, -1).sum(axis=1) for step in steps]
@@ -547,9 +536,7 @@ def test_a_record_keeps_who_loaded_what(tmp_path: Path) -> None:
         (["synthetic:gsm8k_sft", *BATCH, "--ep-size", "2", "--model", "Qwen3-8B"], "Qwen3-8B has no experts; drop it"),
     ],
 )
-def test_an_error_is_one_line_and_status_2(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_line_and_status_2(arguments, said, tmp_path, capsys):
     write_record(tmp_path / "record", num_steps=1)
     assert compare(*(word.replace("RECORD", str(tmp_path / "record")) for word in arguments)) == 2
     message = capsys.readouterr().err

@@ -24,7 +24,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,21 +69,21 @@ class Block(NamedTuple):
     code: str
 
 
-def blocks(page: Path) -> list[Block]:
+def blocks(page):
     return [Block(*found) for found in re.findall(FENCED, page.read_text(), flags=re.MULTILINE)]
 
 
-def without_code(page: Path) -> str:
+def without_code(page):
     return re.sub(FENCED, "", page.read_text(), flags=re.MULTILINE)
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-def printed_by(code: str, *, folder: Path) -> list[str]:
+def printed_by(code, *, folder):
     """Lines that the commands of a block print."""
-    printed: list[str] = []
+    printed = []
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words:
@@ -96,12 +95,12 @@ def printed_by(code: str, *, folder: Path) -> list[str]:
     return printed
 
 
-def figures_of(line: str) -> str:
+def figures_of(line):
     """A line of output as it is compared: spaces collapsed, without the milliseconds that end a row of a table."""
     return re.sub(r"(\d\.\d) \d+\.\d$", r"\1", " ".join(line.split()))
 
 
-def with_code() -> Iterator[object]:
+def with_code():
     """Pages whose blocks run; `doctor` imports Megatron, which takes five seconds."""
     for page in [*PAGES, README]:
         if any(block.language in ("python", "bash", "text") for block in blocks(page)):
@@ -110,7 +109,7 @@ def with_code() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("page", [*with_code()])
-def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_blocks_run(page, tmp_path, monkeypatch):
     """In a folder with the files that commands in the documentation name, small."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -118,8 +117,8 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
     write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
     chats = write_chats(tmp_path) if "chats.jsonl" in page.read_text() else None
-    names: dict[str, object] = {"__name__": name_of(page)}
-    printed: list[str] = []
+    names = {"__name__": name_of(page)}
+    printed = []
     for language, code in blocks(page):
         assert language in LANGUAGES
         if language == "python":
@@ -134,7 +133,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert np.load(tmp_path / "lengths.npy").tolist() == chats
 
 
-def write_chats(folder: Path) -> list[int]:
+def write_chats(folder):
     """Chats, and where the page names a tokenizer of the Hub one whose tokens are words. Returns the tokens of each."""
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     model = tokenizers.models.WordLevel({"word": 0, "user": 1, "?": 2}, unk_token="?")
@@ -149,12 +148,12 @@ def write_chats(folder: Path) -> list[int]:
     return [1 + count for count in words]
 
 
-def test_blocks_that_do_not_run_are_few_and_known() -> None:
+def test_blocks_that_do_not_run_are_few_and_known():
     marked = {page.name: sum(block.language.endswith("no-run") for block in blocks(page)) for page in PAGES}
     assert {name: count for name, count in marked.items() if count} == NOT_RUN
 
 
-def test_the_adapters_page_names_what_exists() -> None:
+def test_the_adapters_page_names_what_exists():
     """Some blocks need the other system; that what they import is there needs nothing."""
     for block in blocks(ADAPTERS):
         for node in ast.walk(ast.parse(block.code)):
@@ -164,7 +163,7 @@ def test_the_adapters_page_names_what_exists() -> None:
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     """On a code host and on the site: on both the anchor of a heading must be the same."""
     in_tags = r'src(?:set)?="((?!https?://)[^"]+)"'
     for link in re.findall(r"\]\(((?!https?://)[^)\s]+)\)", text := without_code(page)) + re.findall(in_tags, text):
@@ -177,15 +176,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             )
 
 
-def headings_of(text: str) -> list[str]:
+def headings_of(text):
     """Words of the headings, without marks of Markdown."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return [re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
 
 
-def github_anchors(text: str) -> set[str]:
+def github_anchors(text):
     """As GitHub makes them: each space a hyphen; a heading that comes again gets a number."""
-    found: set[str] = set()
+    found = set()
     for heading in headings_of(text):
         plain = re.sub(r"[^\w -]", "", heading).replace(" ", "-")
         numbered = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(1)))
@@ -193,12 +192,12 @@ def github_anchors(text: str) -> set[str]:
     return found
 
 
-def site_anchors(text: str) -> set[str]:
+def site_anchors(text):
     """As Python-Markdown makes them: hyphens and spaces in a row are one hyphen."""
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading)) for heading in headings_of(text)}
 
 
-def test_a_heading_with_a_flag_has_two_anchors() -> None:
+def test_a_heading_with_a_flag_has_two_anchors():
     """Fault: the first link of the README missed its section on GitHub."""
     text = "# A\n## Speed of `--sft`\n## [B](c.md), d\n## A\n"
     assert github_anchors(text) == {"a", "speed-of---sft", "b-d", "a-1"}
@@ -206,12 +205,12 @@ def test_a_heading_with_a_flag_has_two_anchors() -> None:
 
 
 @pytest.mark.parametrize("name", MADE_PAGES)
-def test_pages_made_from_code_are_todays(name: str) -> None:
+def test_pages_made_from_code_are_todays(name):
     assert (DOCS / name).read_text() == MADE_PAGES[name](), "stale: run python .ci/make_pages.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_and_flags_that_are_named_exist(page: Path) -> None:
+def test_files_and_flags_that_are_named_exist(page):
     """R55, R58: the example for AReaL is one."""
     text = page.read_text()
     named = re.findall(r"`((?:scripts|\.ci|docs|tests|benchmarks|patches|megatron_balance)/[\w./-]+)", text)
@@ -220,14 +219,14 @@ def test_files_and_flags_that_are_named_exist(page: Path) -> None:
     assert page == ADAPTERS or set(re.findall(r"--(?:no-)?balance-[a-z-]*[a-z]", text)) <= known
 
 
-def names_bound_by(node: ast.AST) -> set[str]:
+def names_bound_by(node):
     """What a definition, an assignment or an import binds."""
     targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
     names = {name.id for name in targets if isinstance(name, ast.Name)} | {getattr(node, "name", "")}
     return names | ({alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set())
 
 
-def test_functions_that_the_guide_to_the_code_names_are_where_it_says() -> None:
+def test_functions_that_the_guide_to_the_code_names_are_where_it_says():
     """A stranger opens the file and looks for the name; a row without a file is about the one above."""
     rows = re.findall(r"^\| (?:\[[^]]*\]\(\.\./([^)]*)\))? ?\| `([\w.]+)`", GUIDE.read_text(), flags=re.MULTILINE)
     rows += re.findall(r"\[[^]]*\]\(\.\./([^)]*)\), `(\w+)`", GUIDE.read_text())
@@ -235,13 +234,13 @@ def test_functions_that_the_guide_to_the_code_names_are_where_it_says() -> None:
     path = ""
     for file, name in rows:
         path = file or path
-        nodes: list[ast.AST] = [ast.parse((ROOT / path).read_text())]
+        nodes = [ast.parse((ROOT / path).read_text())]
         for part in name.split("."):
             nodes = [node for outer in nodes for node in getattr(outer, "body", []) if part in names_bound_by(node)]
         assert nodes, f"{path} has no {name}"
 
 
-def test_lines_of_the_log_are_todays() -> None:
+def test_lines_of_the_log_are_todays():
     """Numbers apart."""
     figures = dict.fromkeys((f"{name}_seconds" for name in ("plan", "exchange", "exposed", "busiest_rank")), 0.0)
     figures |= dict.fromkeys(("planned_imbalance", "measured_imbalance", "over_bound", "unavoidable_waiting"), 1.0)
@@ -251,7 +250,7 @@ def test_lines_of_the_log_are_todays() -> None:
     )
     assert len(shown) == 3
 
-    def words(line: str) -> str:
+    def words(line):
         return re.sub(r"[\d.]+", "#", re.sub(r"measured [^|]*\|", "measured |", line))
 
     assert {words(line) for line in shown} == {words(log_line(figures))}
@@ -261,7 +260,7 @@ FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-\d+)?")
 WITH_FIGURES = [README, DOCS / "evidence.md", DOCS / "dynamic-cp.md", DOCS / "planner.md"]
 
 
-def section_of_results(anchor: str) -> str:
+def section_of_results(anchor):
     """The text below a heading of RESULTS.md, up to the next of its level or above."""
     lines = RESULTS.read_text().splitlines()
     (start,) = (index for index, line in enumerate(lines) if line.startswith("#") and site_anchors(line) == {anchor})
@@ -271,7 +270,7 @@ def section_of_results(anchor: str) -> str:
 
 
 @pytest.mark.parametrize("page", WITH_FIGURES, ids=name_of)
-def test_figures_are_those_of_the_results(page: Path) -> None:
+def test_figures_are_those_of_the_results(page):
     """In a row of a table or a sentence with links to sections of RESULTS.md every figure is one of theirs.
 
     Numbers in words, in code, in names of layouts and versions are no figures.
@@ -290,7 +289,7 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
     assert found, "no figure was compared"
 
 
-def test_the_picture_of_the_quickstart_is_of_the_published_run() -> None:
+def test_the_picture_of_the_quickstart_is_of_the_published_run():
     published = json.loads(RESULTS.with_name("results.json").read_text())["quickstart"]["policies"]
     picture = (DOCS / "pictures" / "before_after_dark.svg").read_text()
     for name, figures in published.items():
@@ -299,7 +298,7 @@ def test_the_picture_of_the_quickstart_is_of_the_published_run() -> None:
             assert f"{figures['busiest_cpu_seconds']:.2f} s a step" in picture, name
 
 
-def test_every_dependency_of_a_user_has_a_licence() -> None:
+def test_every_dependency_of_a_user_has_a_licence():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *itertools.chain(*(extras[name] for name in extras if name != "dev"))]
@@ -310,7 +309,7 @@ def test_every_dependency_of_a_user_has_a_licence() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
-def test_flags_page_has_every_flag_of_every_command() -> None:
+def test_flags_page_has_every_flag_of_every_command():
     page = MADE_PAGES["flags.md"]()
     (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in subparsers.choices.items():
@@ -320,7 +319,7 @@ def test_flags_page_has_every_flag_of_every_command() -> None:
             assert all(re.search(rf"`[^`]*{option}\b", page) for option in options)
 
 
-def test_plans_in_pictures_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_in_pictures_are_todays(monkeypatch):
     """matplotlib writes a title as text; its figure is in the words beside the picture too."""
     monkeypatch.syspath_prepend(str(DOCS / "pictures"))
     dynamic_cp, planner, steps = map(importlib.import_module, ("dynamic_cp", "planner", "plan_steps"))
@@ -341,7 +340,7 @@ WITH_EXAMPLES = [path for path in sorted(PACKAGE.rglob("*.py")) if ">>>" in path
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
-def test_examples_in_docstrings(path: Path) -> None:
+def test_examples_in_docstrings(path):
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
@@ -354,7 +353,7 @@ sys.exit(doctest.testfile(sys.argv[1], module_relative=False, optionflags=doctes
 """
 
 
-def test_examples_of_the_python_page(tmp_path: Path) -> None:
+def test_examples_of_the_python_page(tmp_path):
     """Each public name has one, in its docstring or below it. In a process of its own: they make a group and hooks."""
     for part in API.read_text().split("::: megatron_balance.")[1:]:
         home, _, name = part.split()[0].rpartition(".")
@@ -369,7 +368,7 @@ def test_examples_of_the_python_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_python_page_has_every_public_name_where_it_is() -> None:
+def test_python_page_has_every_public_name_where_it_is():
     """Fault: a class moved, and only a build of the site, which no test makes, found it."""
     named = re.findall(r"^::: megatron_balance\.([\w.]+)$", API.read_text(), flags=re.MULTILINE)
     assert {name.rpartition(".")[2] for name in named} >= set(megatron_balance.__all__) - {"__version__"}

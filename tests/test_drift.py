@@ -4,8 +4,6 @@
 shows what they say of its own options alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from drift import compare
-from drift.compare import PACKAGES, Package, Relied, fingerprint, numbers
+from drift.compare import PACKAGES, Relied, fingerprint, numbers
 from drift.sources import open_sources
 
 from megatron_balance.hooking import Hook
@@ -48,7 +46,7 @@ HOOK = Hook(
 RELIED = Relied("up.schedules:Loader", (0, 0))
 
 
-def edited(old: str, new: str, *, path: str = "up/schedules.py") -> dict[str, str]:
+def edited(old, new, *, path="up/schedules.py"):
     assert old in STOCK[path]
     return {path: STOCK[path].replace(old, new)}
 
@@ -76,7 +74,7 @@ def edited(old: str, new: str, *, path: str = "up/schedules.py") -> dict[str, st
         ({"up/again.py": "from up.schedules import schedule"}, None, ""),
     ],
 )
-def test_a_change_is_told(tmp_path: Path, changed: dict[str, str], broken: bool | None, says: str) -> None:
+def test_a_change_is_told(tmp_path, changed, broken, says):
     seen = []
     for name, files in (("stock", STOCK), ("changed", STOCK | changed)):
         for path, text in files.items():
@@ -91,7 +89,7 @@ def test_a_change_is_told(tmp_path: Path, changed: dict[str, str], broken: bool 
         assert any(finding.broken is broken and says in finding.says for finding in found), found
 
 
-def test_a_wheel_reads_as_its_folder_does(tmp_path: Path) -> None:
+def test_a_wheel_reads_as_its_folder_does(tmp_path):
     wheel = tmp_path / "up-1.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         for path, text in STOCK.items():
@@ -104,12 +102,12 @@ def test_a_wheel_reads_as_its_folder_does(tmp_path: Path) -> None:
         assert sources.binders(HOOK.target) == ["up.again", "up.training"]
 
 
-def test_each_supported_release_of_megatron_was_reviewed() -> None:
+def test_each_supported_release_of_megatron_was_reviewed():
     reviewed = [".".join(version.split(".")[:2]) for version in PACKAGES[0].reviewed_versions()]
     assert reviewed == list(hooks.SUPPORTED_VERSIONS)
 
 
-def test_the_oldest_transformer_engine_that_is_supported_was_reviewed() -> None:
+def test_the_oldest_transformer_engine_that_is_supported_was_reviewed():
     """2.3 is the first release whose attention takes all that Megatron 0.19 passes with packed sequences."""
     engine = next(package for package in PACKAGES if package.name == "transformer-engine")
     oldest, *_, newest = engine.reviewed_versions()
@@ -117,7 +115,7 @@ def test_the_oldest_transformer_engine_that_is_supported_was_reviewed() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_every_row_was_recorded_in_every_reviewed_release(package: Package) -> None:
+def test_every_row_was_recorded_in_every_reviewed_release(package):
     assert package.reviewed_versions()
     for version in package.reviewed_versions():
         recorded = json.loads(package.fingerprints(version).read_text())
@@ -146,7 +144,7 @@ NOT_IN_EVERY_RELEASE = {
 
 
 @pytest.fixture(scope="module")
-def options() -> set[str]:
+def options():
     """Names under which the parser stores its options."""
     from megatron.training import arguments
 
@@ -155,7 +153,7 @@ def options() -> set[str]:
     return {action.dest for action in parser._actions} - {"help"}
 
 
-def test_every_option_is_in_a_rule_or_was_reviewed(options: set[str]) -> None:
+def test_every_option_is_in_a_rule_or_was_reviewed(options):
     in_rules = {name for rule in RULES for term in rule.terms for name in term.names}
     lines = REVIEWED.read_text("utf-8").splitlines()
     patterns = [name for line in lines if not line.startswith("#") for name in line.split()]
@@ -163,7 +161,7 @@ def test_every_option_is_in_a_rule_or_was_reviewed(options: set[str]) -> None:
     assert not left, f"give them a rule (mcore/setup/rules.txt), or add them to {REVIEWED.name}: {sorted(left)}"
 
 
-def test_every_rule_is_of_an_option(options: set[str]) -> None:
+def test_every_rule_is_of_an_option(options):
     ours = {action.dest for action in add_balance_args(argparse.ArgumentParser())._actions}
     for rule in RULES:
         names = {name for term in rule.terms for name in term.names} - ours

@@ -1,10 +1,7 @@
 """`megatron-balance fit`: known coefficients come back, on one size and on sizes of their own, and limits are said."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +9,7 @@ from recorded_runs import record_writers, run_info
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
-from megatron_balance.cost.calibration import Calibration, Fit, Measurements, fit_microbatches
+from megatron_balance.cost.calibration import Calibration, fit_microbatches
 from megatron_balance.record import StepRecord, read_record
 from megatron_balance.record.fit import fit_record, measurements
 
@@ -22,15 +19,7 @@ RATE = 0.7
 """Of attention, by which the FLOPs of the record are weighed: a unit of its core is 0.7 FLOPs."""
 
 
-def write_record(
-    folder: Path,
-    topology: Topology,
-    *,
-    num_steps: int,
-    noise: float = 0.0,
-    longest: int = 4000,
-    cost_model: CostModel = FLOPS,
-) -> Path:
+def write_record(folder, topology, *, num_steps, noise=0.0, longest=4000, cost_model=FLOPS):
     """A run whose micro-batches take TRUTH, planned for real; every rank computes its part of shared samples."""
     info = run_info(topology, limits=Limits(4096), cost_model=cost_model, environment={"attention_rate": RATE})
     rng = np.random.default_rng(7)
@@ -50,7 +39,7 @@ def write_record(
     return folder
 
 
-def seconds_of(lengths: np.ndarray, *, topology: Topology, size: int) -> float:
+def seconds_of(lengths, *, topology, size):
     padded = (topology.with_cp_size(size) if topology.dynamic_cp else topology).padded_seq_len(lengths)
     attention = np.maximum(TRUTH["per_core"] * padded.astype(float) ** 2, TRUTH["per_received"] * padded * (size - 1))
     of_lengths = (TRUTH["per_token"] * padded + attention).sum() / size
@@ -65,9 +54,7 @@ def seconds_of(lengths: np.ndarray, *, topology: Topology, size: int) -> float:
         pytest.param(Topology(4, dynamic_cp=True), 1, id="sizes-of-their-own"),
     ],
 )
-def test_known_seconds_come_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], topology: Topology, ranks: int
-) -> None:
+def test_known_seconds_come_back(tmp_path, capsys, topology, ranks):
     longest = 16000 if topology.dynamic_cp else 4000
     record = write_record(tmp_path / "record", topology, num_steps=24, noise=0.01, longest=longest)
     assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
@@ -90,7 +77,7 @@ def test_known_seconds_come_back(
     assert float(told.group(1)) == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
 
 
-def test_plans_by_fitted_seconds_are_nearly_the_best(tmp_path: Path) -> None:
+def test_plans_by_fitted_seconds_are_nearly_the_best(tmp_path):
     """Ten steps of a narrow model on long samples are fitted; the seconds of fifty others are those of TRUTH."""
     topology, narrow = Topology(4), CostModel(linear=20_000, quadratic=1, per_microbatch=128 * 20_000)
     record = read_record(write_record(tmp_path, topology, num_steps=10, noise=0.02, cost_model=narrow))
@@ -110,7 +97,7 @@ def test_plans_by_fitted_seconds_are_nearly_the_best(tmp_path: Path) -> None:
     assert seconds["fitted"] < 1.002 * seconds["best"], seconds
 
 
-def test_a_pipeline_pays_for_launches_on_every_stage(tmp_path: Path) -> None:
+def test_a_pipeline_pays_for_launches_on_every_stage(tmp_path):
     """Measured is the first of two stages: the whole model takes twice its seconds, launches among them."""
     record = write_record(tmp_path / "record", Topology(4, pp_size=2), num_steps=24, noise=0.01)
     assert main(["fit", str(record), "--out", str(tmp_path / "seconds.json")]) == 0
@@ -119,8 +106,8 @@ def test_a_pipeline_pays_for_launches_on_every_stage(tmp_path: Path) -> None:
     assert costs.linear / 1e18 == pytest.approx(2 * TRUTH["per_token"], rel=0.1)
 
 
-def test_the_first_step_is_left_out_and_the_error_is_of_steps_that_were_not_fitted(tmp_path: Path) -> None:
-    def fitted(folder: Path) -> tuple[Fit, Measurements]:
+def test_the_first_step_is_left_out_and_the_error_is_of_steps_that_were_not_fitted(tmp_path):
+    def fitted(folder):
         record = read_record(folder)
         measured = measurements(record)
         return fit_microbatches(measured, cost_model=record.info.cost_model), measured
@@ -141,7 +128,7 @@ def test_the_first_step_is_left_out_and_the_error_is_of_steps_that_were_not_fitt
     assert (fit.error, fit.worst) != (float(np.median(own)), float(own.max()))
 
 
-def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_steps_or_none_measured_are_too_few(tmp_path, capsys):
     record = write_record(tmp_path / "record", Topology(4), num_steps=2)
     assert main(["fit", str(record)]) == 2
     assert "measured micro-batches in 2 steps: 3 steps" in capsys.readouterr().err
@@ -151,7 +138,7 @@ def test_two_steps_or_none_measured_are_too_few(tmp_path: Path, capsys: pytest.C
     assert "no measured micro-batch" in capsys.readouterr().err
 
 
-def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_is_short_or_noisy_says_so(tmp_path, capsys):
     for name, longest, noise, said in (
         ("short", 64, 0.01, "no long samples were seen, and its rate is not known"),
         ("noisy", 4000, 0.8, "Warning: large error"),
@@ -164,7 +151,7 @@ def test_a_record_that_is_short_or_noisy_says_so(tmp_path: Path, capsys: pytest.
             assert f"r = {RATE}" in printed
 
 
-def test_compare_says_where_costs_are_extrapolated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_where_costs_are_extrapolated(tmp_path, capsys):
     record = write_record(tmp_path / "record", Topology(4), num_steps=3, longest=1000)
     costs = tmp_path / "seconds.json"
     assert main(["fit", str(record), "--out", str(costs)]) == 0

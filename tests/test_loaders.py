@@ -1,10 +1,7 @@
 """Samplers without Megatron: whose samples a step has, caps, errors at construction, states, and streams."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +18,12 @@ QWEN = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
 CAP = 16384
 
 
-def sampler(lengths: Any, rank: int = 0, **options: Any) -> BalancedBatchSampler:
+def sampler(lengths, rank=0, **options):
     options = {"global_batch_size": 16, "num_microbatches": 2, "num_replicas": 4, **options}
     return BalancedBatchSampler(lengths, rank=rank, **options)
 
 
-def lengths_of(count: int, longest: int = 1000) -> np.ndarray:
+def lengths_of(count, longest=1000):
     return np.clip(np.random.default_rng(count).lognormal(5, 1, count), 1, longest).astype(np.int64)
 
 
@@ -167,7 +164,7 @@ def test_a_state_goes_on_in_the_middle_of_a_step(given_before):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_gives_what_the_sampler_gives(num_workers):
     rows = [{"id": index, "tokens": [0] * int(length)} for index, length in enumerate(lengths_of(70))]
-    options: dict[str, Any] = {"global_batch_size": 16, "num_microbatches": 2, "num_replicas": 2, "rank": 1}
+    options = {"global_batch_size": 16, "num_microbatches": 2, "num_replicas": 2, "rank": 1}
     stream = BalancedStream(rows, length=lambda row: len(row["tokens"]), **options)
     loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
     given_ids = [[row["id"] for row in batch] for batch in loader]

@@ -1,7 +1,5 @@
 """The package as a stranger meets it: light to import, without traces of one machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -15,7 +13,7 @@ import megatron_balance
 ROOT = Path(__file__).parents[1]
 
 
-def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
+def test_importing_the_package_loads_neither_torch_nor_megatron():
     code = "import sys, megatron_balance, megatron_balance.cli; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = set(done.stdout.split())
@@ -23,7 +21,7 @@ def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
     assert loaded.isdisjoint({"torch", "megatron", "transformers", "rich", "pyarrow"})
 
 
-def test_public_names_exist_and_are_few() -> None:
+def test_public_names_exist_and_are_few():
     assert set(megatron_balance.__all__) == {
         "BalanceError",
         "CostModel",
@@ -41,7 +39,7 @@ def test_public_names_exist_and_are_few() -> None:
     assert issubclass(megatron_balance.BalanceError, ValueError)
 
 
-def test_versions_are_those_of_pyproject() -> None:
+def test_versions_are_those_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert megatron_balance.__version__ == project["version"]
     assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
@@ -51,7 +49,7 @@ def test_versions_are_those_of_pyproject() -> None:
         assert f"Python {least} or newer" in " ".join((ROOT / page).read_text().split())
 
 
-def test_extras_install_something_and_nothing_installs_a_name_that_nobody_owns() -> None:
+def test_extras_install_something_and_nothing_installs_a_name_that_nobody_owns():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert all(project["optional-dependencies"].values())
     files = [path for path in ROOT.glob("*.md") if path.name != "CONTRIBUTING.md"]
@@ -61,7 +59,7 @@ def test_extras_install_something_and_nothing_installs_a_name_that_nobody_owns()
     assert named == []
 
 
-def test_find_python_passes_over_a_shim_that_fails(tmp_path: Path) -> None:
+def test_find_python_passes_over_a_shim_that_fails(tmp_path):
     shim = tmp_path / "python3.12"
     shim.write_text("#!/bin/sh\necho broken shim >&2\nexit 127\n")
     shim.chmod(0o755)
@@ -73,7 +71,7 @@ def test_find_python_passes_over_a_shim_that_fails(tmp_path: Path) -> None:
     assert subprocess.run([found.stdout.strip(), "-c", code], capture_output=True, check=True).stdout == b"True\n"
 
 
-def test_no_file_names_a_folder_of_one_machine() -> None:
+def test_no_file_names_a_folder_of_one_machine():
     pattern = re.compile(r"/(root|home/\w+|work|Users/\w+)/")
     made_on_the_spot = {"build", "dist", "__pycache__", "megatron_balance.egg-info"}
     kinds = {".py", ".sh", ".toml", ".md", ".txt", ".yml", ""}

@@ -3,8 +3,6 @@
 What is run is the command itself, on real files; then hypothesis feeds bytes to every reader.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io
@@ -13,10 +11,8 @@ import pickle
 import re
 import tracemalloc
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +31,8 @@ FLAGS = ["--data", "samples", "--global-batch-size", "4", "--dp-size", "2", "--m
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def refused(*words: object) -> str:
+def refused(capsys):
+    def refused(*words):
         """The one line that a command says where it ends with status 2."""
         assert main([*map(str, words)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -50,15 +46,15 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 class Bomb:
     """Unpickled, it leaves a file behind."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self.mark,)
 
 
 @pytest.mark.parametrize("name", ["lengths.npy", "lengths.npz", "pickle.npy"])
-def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_pickled_objects_are_not_loaded(name, tmp_path, refused):
     mark, path = tmp_path / "it ran", tmp_path / name
     objects = np.array([Bomb(mark)], dtype=object)
     if name == "lengths.npz":
@@ -77,14 +73,14 @@ def test_pickled_objects_are_not_loaded(name: str, tmp_path: Path, refused: Call
     assert mark.exists()
 
 
-def array_of(claimed: int) -> bytes:
+def array_of(claimed):
     """An .npy file of eight numbers whose header claims more."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<i8", "fortran_order": False, "shape": (claimed,)})
     return stream.getvalue() + b"\0" * 64
 
 
-def archive_of(content: bytes, *, claimed: int | None = None) -> bytes:
+def archive_of(content, *, claimed=None):
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("length.npy", content)
@@ -92,18 +88,18 @@ def archive_of(content: bytes, *, claimed: int | None = None) -> bytes:
     return stream.getvalue()
 
 
-def calibration(held_out_error: Any = None, origin: Any = (), **changes: Any) -> bytes:
+def calibration(held_out_error=None, origin=(), **changes):
     costs = asdict(CostModel(linear=10**12)) | changes
     content = {"held_out_error": held_out_error, "attoseconds": costs, "origin": origin}
     return json.dumps({"format": "megatron_balance calibration 2", **content}).encode()
 
 
-def hf_config(**changes: Any) -> bytes:
+def hf_config(**changes):
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     return json.dumps({"model_type": "llama", "intermediate_size": 128, **fields, **changes}).encode()
 
 
-def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
+def test_the_files_are_good_before_they_are_spoilt(tmp_path):
     for name, content in (("--cost", calibration()), ("--model", hf_config())):
         path = tmp_path / f"{name}.json"
         path.write_bytes(content)
@@ -136,7 +132,7 @@ def test_the_files_are_good_before_they_are_spoilt(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_lengths_costs_and_models(what: str, content: bytes, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_lengths_costs_and_models(what, content, tmp_path, refused):
     path = tmp_path / (f"{what}.json" if what.startswith("-") else what)
     path.write_bytes(content)
     assert path.stat().st_size < 2**22
@@ -146,7 +142,7 @@ def test_lengths_costs_and_models(what: str, content: bytes, tmp_path: Path, ref
     assert path.stem in line.replace(str(path), "") or not path.stem.isdigit()  # it unpacks to so many bytes
 
 
-def test_no_more_is_read_than_is_asked_for_and_no_more_unpacked_than_a_limit(tmp_path: Path) -> None:
+def test_no_more_is_read_than_is_asked_for_and_no_more_unpacked_than_a_limit(tmp_path):
     """Fault: 27 bytes for each byte of an archive, 54 GB for a file of 2 MB."""
     bomb, lines = tmp_path / "bomb.npz", tmp_path / "bomb.txt.gz"
     np.savez_compressed(bomb, length=np.ones(2**25 + 2**17, dtype=np.uint8))
@@ -160,7 +156,7 @@ def test_no_more_is_read_than_is_asked_for_and_no_more_unpacked_than_a_limit(tmp
         read_lengths(bomb)
 
 
-def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
+def spoil(content, where, value):
     """A copy with another value at a place, or with what a function makes of the value there."""
     if not where:
         return value(content) if callable(value) else value
@@ -201,9 +197,7 @@ def spoil(content: Any, where: tuple[Any, ...], value: Any) -> Any:
         ("seconds_rank00001", 0, ("rank",), -1, "rank is -1"),
     ],
 )
-def test_lines_of_a_record(
-    file: str, number: int, where: tuple[Any, ...], value: Any, said: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_lines_of_a_record(file, number, where, value, said, tmp_path, refused):
     info = run_info(Topology(4, dynamic_cp=True), limits=Limits(2048))
     write_record(tmp_path, info, num_steps=2, num_samples=6)
     path = tmp_path / f"{file}.jsonl"
@@ -224,12 +218,12 @@ def test_lines_of_a_record(
         (["--seq-length", "99999999999"], "from 1 to 2147483647"),
     ],
 )
-def test_absurd_numbers(flags: list[str], said: str, refused: Callable[..., str]) -> None:
+def test_absurd_numbers(flags, said, refused):
     assert said in refused("compare", "synthetic:gsm8k_sft:8", *FLAGS, *flags)
     assert "at most 33554432 samples" in refused("compare", "synthetic:gsm8k_sft:99999999999", *FLAGS, "--shuffle")
 
 
-def test_nothing_of_a_record_reaches_the_terminal_unescaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_a_record_reaches_the_terminal_unescaped(tmp_path, capsys):
     """Fault: titles, screens and the flags that users copy could be forged."""
     write_record(tmp_path, run_info(policy="\x1b[2J\x1b[31mHACK\x07\n  by-flops  --rm" + "x" * 10**6), num_steps=1)
     assert main(["compare", str(tmp_path)]) == 0
@@ -239,7 +233,7 @@ def test_nothing_of_a_record_reaches_the_terminal_unescaped(tmp_path: Path, caps
     assert len(printed) < 10_000
 
 
-def test_outputs_replace_no_input(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_outputs_replace_no_input(tmp_path, refused):
     lengths, record, page = tmp_path / "clob.npy", tmp_path / "record", tmp_path / "notes.html"
     np.save(lengths, np.full(8, 100))
     write_record(record, num_steps=3)
@@ -270,7 +264,7 @@ JSON = st.recursive(
 )
 
 
-def with_a_field(make: Callable[..., bytes], *names: str) -> st.SearchStrategy[bytes]:
+def with_a_field(make, *names):
     """A good file but for one field."""
     return st.builds(lambda name, value: make(**{name: value}), st.sampled_from(names), JSON)
 
@@ -291,13 +285,7 @@ CONFIGS = with_a_field(hf_config, *json.loads(hf_config()))
 )
 @pytest.mark.filterwarnings("ignore:model_type")
 @given(data=st.data())
-def test_any_bytes_and_any_values(
-    read: Callable[[Path], object],
-    suffix: str,
-    contents: st.SearchStrategy[bytes],
-    data: st.DataObject,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_any_bytes_and_any_values(read, suffix, contents, data, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
     path.write_bytes(data.draw(contents))
     with contextlib.suppress(BalanceError):
@@ -307,14 +295,14 @@ def test_any_bytes_and_any_values(
 SAFE = {"numpy": "allow_pickle=False", "np": "allow_pickle=False", "torch": "weights_only=True"}
 
 
-def unpickles(source: str) -> list[str]:
+def unpickles(source):
     """Calls that unpickle, beyond those that ruff's S rules see: collectives of objects do, and `load` by default."""
     found = re.findall(r"\w+_object(?:_list)?\b(?=\()|from (?:numpy|torch) import .*\bload\b", source)
     loads = re.findall(r"\b(numpy|np|torch)\.load\((.*)", source)
     return found + [f"{module}.load({said}" for module, said in loads if SAFE[module] not in said]
 
 
-def test_no_file_of_the_package_unpickles() -> None:
+def test_no_file_of_the_package_unpickles():
     files = sorted(Path(megatron_balance.__path__[0]).rglob("*.py"))
     assert len(files) > 60
     calls = {file.name: found for file in files if (found := unpickles(file.read_text(encoding="utf-8")))}

@@ -1,7 +1,5 @@
 """`megatron-balance doctor`: a line a check, remedies, the exit code, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource
@@ -27,17 +25,17 @@ OVERLAP = next(index for index, hook in enumerate(hooks.HOOKS) if hook.needed ==
 BATCH = ("--micro-batch-size", "1", "--global-batch-size", "8")
 
 
-def doctor(capsys: pytest.CaptureFixture[str], flags: str = "", *options: str) -> tuple[int, list[str]]:
+def doctor(capsys, flags="", *options):
     """The exit status and the lines."""
     status = main(["doctor", *options, *(["--", *flags.split()] if flags else [])])
     return status, [line.strip() for line in capsys.readouterr().out.splitlines()]
 
 
-def problems(lines: list[str]) -> list[str]:
+def problems(lines):
     return [line.removeprefix("problem").strip() for line in lines if line.startswith("problem  ")]
 
 
-def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_environment(capsys):
     from megatron.training import training
 
     before = training.get_forward_backward_func, training.evaluate
@@ -55,9 +53,7 @@ def test_a_healthy_environment(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("index", "level"), [(1, "problem"), (OVERLAP, "note")])
-def test_a_hook_that_does_not_apply(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, index: int, level: str
-) -> None:
+def test_a_hook_that_does_not_apply(capsys, monkeypatch, index, level):
     """It ends runs that need it; one that pipelines alone need is a note."""
     moved = replace(hooks.HOOKS[index], target="megatron.core.pipeline_parallel.schedules:gone", bound_in=())
     monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS[:index], moved, *hooks.HOOKS[index + 1 :]))
@@ -68,9 +64,7 @@ def test_a_hook_that_does_not_apply(
     assert "Use a supported version" in message
 
 
-def test_what_the_environment_lacks_is_noted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_environment_lacks_is_noted(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
     monkeypatch.setattr("megatron_balance.hooking._announced_off", {"Megatron"})
@@ -82,7 +76,7 @@ def test_what_the_environment_lacks_is_noted(
     assert all(f"| `{name}` |" in page for name in checks.VARIABLES)
 
 
-def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_transformer_engine(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -94,9 +88,7 @@ def test_a_gpu_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> No
     assert "pip install 'transformer-engine[pytorch]'" in problem
 
 
-def test_open_files_are_compared_with_what_the_flags_need(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_files_are_compared_with_what_the_flags_need(capsys, monkeypatch):
     """For the ranks of WORLD_SIZE, by the function that a run calls; the limit of this process stays."""
     before, limits = resource.getrlimit(resource.RLIMIT_NOFILE), (80, 8192)
     flags = f"{MODEL} {BALANCED} --tensor-model-parallel-size 2"
@@ -147,7 +139,7 @@ def test_open_files_are_compared_with_what_the_flags_need(
         ("--lr 1e-3", []),
     ],
 )
-def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[str]) -> None:
+def test_flags(capsys, flags, expected):
     status, lines = doctor(capsys, f"pretrain_gpt.py {MODEL} --my-script-s-own 3 {flags}")
     findings = problems(lines)
     assert status == bool(expected)
@@ -162,7 +154,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: str, expected: list[st
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines
 
 
-def test_problems_come_first_and_issue_forms_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_come_first_and_issue_forms_get_json(capsys):
     _, lines = doctor(capsys, f"{MODEL} --balance-data")
     assert lines[0].startswith("problem  --calculate-per-token-loss is not set")
     assert lines[-1] == "problems: 1, at the top"
@@ -172,7 +164,7 @@ def test_problems_come_first_and_issue_forms_get_json(capsys: pytest.CaptureFixt
     assert [finding["message"] for finding in findings if finding["kind"] == "problem"] == problems(lines)
 
 
-def test_flags_are_read_while_hooks_are_in_place() -> None:
+def test_flags_are_read_while_hooks_are_in_place():
     installed = hooks.install()
     try:
         caution, finding = checks.check_flags(["--balance-data"])
@@ -193,16 +185,16 @@ def test_flags_are_read_while_hooks_are_in_place() -> None:
         ("", False, "a: GLOO_SOCKET_IFNAME names an interface without an address; set GLOO_SOCKET_IFNAME there"),
     ],
 )
-def test_a_host_that_others_do_not_reach_is_named(address: str, several_hosts: bool, message: str) -> None:
+def test_a_host_that_others_do_not_reach_is_named(address, several_hosts, message):
     finding = address_finding("a", address, several_hosts=several_hosts)
     assert finding.ok == (not message)
     assert finding.message.startswith(message)
 
 
-def doctor_here(folder: str) -> None:
+def doctor_here(folder):
     """On two forks of this process, which has imported Megatron."""
 
-    def run_doctor() -> None:
+    def run_doctor():
         import torch
 
         from megatron_balance.mcore import install
@@ -215,7 +207,7 @@ def doctor_here(folder: str) -> None:
     run_forked(run_doctor, folder=Path(folder), num_ranks=2, timeout_seconds=200, arguments=arguments)
 
 
-def test_ranks_of_torchrun_meet(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_meet(tmp_path):
     call("test_doctor:doctor_here", str(tmp_path))
     text, second = ((tmp_path / f"rank{rank}.log").read_text() for rank in range(2))
     assert second == ""

@@ -8,10 +8,7 @@ Where Megatron's `num_floating_point_operations` is not what a model computes, t
 - takes a Mamba layer for twice as wide as the model, whatever its heads.
 """
 
-from __future__ import annotations
-
 import sys
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -22,7 +19,7 @@ from megatron_balance.model.flops import fwd_flops
 from megatron_balance.model.hf_config import PRESETS
 
 
-def assert_known_differences(shape: ModelShape) -> None:
+def assert_known_differences(shape):
     """Ours, with windows and sparse attention in full as Megatron counts them, differs by its omissions alone."""
     full = replace(shape, dsa_indexer_topk=0)
     layers = [kind for layer in full.layers() for kind in (layer.mixer, layer.mlp)]
@@ -40,7 +37,7 @@ def assert_known_differences(shape: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_agree_but_for_what_megatron_leaves_out(name: str) -> None:
+def test_presets_agree_but_for_what_megatron_leaves_out(name):
     assert_known_differences(ModelShape.preset(name))
 
 
@@ -54,14 +51,14 @@ def test_presets_agree_but_for_what_megatron_leaves_out(name: str) -> None:
         *(("Qwen3-30B-A3B", {"moe_latent_size": size, "gated_linear_unit": size == 0}) for size in (0, 512)),
     ],
 )
-def test_so_do_other_shapes(name: str, changed: dict[str, int]) -> None:
+def test_so_do_other_shapes(name, changed):
     if name.startswith("Qwen3"):
         changed = changed | {"moe_shared_expert_intermediate_size": 768, "moe_layer_freq": (0, 1, 1) * 16}
     assert_known_differences(replace(ModelShape.preset(name), **changed))
 
 
 @pytest.mark.parametrize("name", ["gemma-3-12b", "gpt-oss-20b", "DeepSeek-V3.2", "GLM-5"])
-def test_ours_counts_windows_and_sparse_attention_as_less(name: str) -> None:
+def test_ours_counts_windows_and_sparse_attention_as_less(name):
     assert fwd_flops(ModelShape.preset(name)).quadratic < megatron_flops(ModelShape.preset(name))[1]
 
 
@@ -98,7 +95,7 @@ NEMOTRON = """--hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 3
     --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"""
 
 
-def parse(monkeypatch: pytest.MonkeyPatch, text: str) -> Namespace:
+def parse(monkeypatch, text):
     from megatron.training import arguments
 
     monkeypatch.setattr(sys, "argv", ["train", *RUN.split(), *text.split()])
@@ -116,13 +113,13 @@ def parse(monkeypatch: pytest.MonkeyPatch, text: str) -> Namespace:
         ("Nemotron-H-8B", NEMOTRON),
     ],
 )
-def test_the_real_parser_gives_the_preset(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+def test_the_real_parser_gives_the_preset(monkeypatch, name, text):
     args = parse(monkeypatch, text)
     expected = fwd_flops(ModelShape.preset(name))
     assert fwd_flops(ModelShape.from_megatron_args(args)) == expected
 
 
-def test_the_defaults_of_validate_args_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_of_validate_args_are_ours(monkeypatch):
     text = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --swiglu --num-experts 4 --moe-layer-freq 2 "
     from megatron.training import arguments
 

@@ -3,16 +3,12 @@
 It reads below the public names: a wrong group of ranks hangs a run, and does not say which ranks it held.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ TIMEOUT = timedelta(seconds=60)
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def groups_of_rank(*, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp-ep-dp-pp") -> dict[str, Any]:
+def groups_of_rank(*, tp=1, pp=1, cp=1, order="tp-cp-ep-dp-pp"):
     """Of this rank in a layout."""
     from megatron.core import parallel_state
 
@@ -36,7 +32,7 @@ def groups_of_rank(*, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp
     )
 
     environment = os.environ
-    os.environ = MappingProxyType(environment.copy())  # noqa: B003  # type: ignore[assignment]
+    os.environ = MappingProxyType(environment.copy())  # noqa: B003
     layout = Layout.from_parallel_state({}, timeout=TIMEOUT)
     data_ranks = layout.data_group(timeout=TIMEOUT, on_every_tensor_rank=False)
     replica = layout.replica_group(timeout=TIMEOUT)
@@ -53,7 +49,7 @@ def groups_of_rank(*, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
     groups = {"data": data_ranks, "replica": replica, "readers": reader_ranks}
     groups["later"] = later
-    megatron_data: Any = parallel_state.get_data_parallel_group()
+    megatron_data = parallel_state.get_data_parallel_group()
     return {
         "data_rank": parallel_state.get_data_parallel_rank(),
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
@@ -65,14 +61,14 @@ def groups_of_rank(*, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "tp-cp
     }
 
 
-def _num_sockets() -> int:
+def _num_sockets():
     files = Path("/proc/self/fd")
     return sum(
         os.readlink(files / name).startswith("socket:") for name in os.listdir(files) if (files / name).is_symlink()
     )
 
 
-def _met(group: Any) -> list[int] | None:
+def _met(group):
     """Its members, by its own all_gather; None for a rank that is none."""
     if not isinstance(group, dist.ProcessGroup):
         return None
@@ -83,7 +79,7 @@ def _met(group: Any) -> list[int] | None:
 
 
 @pytest.fixture
-def no_groups_are_left() -> Iterator[None]:
+def no_groups_are_left():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -99,7 +95,7 @@ def no_groups_are_left() -> Iterator[None]:
         pytest.param({"pp": 2, "order": "tp-cp-ep-pp-dp"}, id="PP2-DP2-other-order"),
     ],
 )
-def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any]) -> None:
+def test_groups_are_those_of_megatron_and_later_ones_meet(layout):
     num_ranks = 4
     rows = run_ranks(num_ranks, "test_groups:groups_of_rank", imports=(), **layout)
     readers = [rank for rank, row in enumerate(rows) if row["tensor_rank"] == 0]
@@ -118,9 +114,7 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(layout: dict[str, Any]
 @pytest.mark.parametrize(
     ("version", "bound", "refused"), [("2.14.1", True, True), ("2.15.0", True, False), ("2.9", False, False)]
 )
-def test_a_device_of_the_world_is_refused_where_gloo_groups_would_hang(
-    monkeypatch: pytest.MonkeyPatch, version: str, bound: bool, refused: bool
-) -> None:
+def test_a_device_of_the_world_is_refused_where_gloo_groups_would_hang(monkeypatch, version, bound, refused):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     if bound:
         dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda:0")

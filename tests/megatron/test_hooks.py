@@ -1,7 +1,5 @@
 """The hook table: checked before anything changes, undone completely, invisible without a flag."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import types
@@ -13,7 +11,7 @@ from megatron_balance import BalanceError, hooking
 from megatron_balance.mcore import balanced_schedule, bridge, hooks, install_bridge
 
 
-def test_install_and_undo_restore_the_very_functions() -> None:
+def test_install_and_undo_restore_the_very_functions():
     from megatron.training import arguments, training
 
     before = arguments.add_megatron_arguments, training.get_forward_backward_func
@@ -37,20 +35,20 @@ def test_install_and_undo_restore_the_very_functions() -> None:
         ({"hybrid_layer_pattern": "M*-"}, {"forward"}),
     ],
 )
-def test_a_run_hooks_what_it_needs_of_megatron_core(options: dict[str, object], expected: set[str]) -> None:
+def test_a_run_hooks_what_it_needs_of_megatron_core(options, expected):
     """Fault: twelve hooks in every process, so that one moved target of a feature that is off ended a dense run."""
     names = [re.split("[:.]", hook.target)[-1] for hook in hooks.core_hooks(options)]
     assert sorted(names) == sorted({"forward_step", "backward_step"} | expected)
 
 
-def test_a_hook_that_upstream_has_made_needless_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_upstream_has_made_needless_ends(monkeypatch):
     monkeypatch.setenv("MEGATRON_BALANCE_ANY_VERSION", "1")
     for version, is_hooked in (("0.19.2", True), ("0.20.0", False)):
         targets = [hook.target for hook in hooking.hooks_of_release(hooks.HOOKS, version)]
         assert any("_apply_expert_bias" in target for target in targets) is is_hooked
 
 
-def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_switch_leaves_megatron_as_it_is(monkeypatch, caplog):
     from megatron.training import arguments, training
 
     monkeypatch.setattr("megatron_balance.hooking._announced_off", set())
@@ -66,7 +64,7 @@ def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     installed.undo()
     assert arguments.add_megatron_arguments is before[0]
     schedule = object()
-    assert balanced_schedule(schedule, model=None, max_tokens_per_gpu=1) is schedule  # type: ignore[arg-type]
+    assert balanced_schedule(schedule, model=None, max_tokens_per_gpu=1) is schedule
     install_bridge(max_tokens_per_gpu=1).undo()  # Megatron-Bridge is not installed
     messages = [message for message in caplog.messages if message.startswith("MEGATRON_BALANCE")]
     assert messages == [
@@ -76,10 +74,10 @@ def test_the_switch_leaves_megatron_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.fixture
-def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def upstream(monkeypatch):
     """A package with one function, bound by value in a second module."""
     origin, user = types.ModuleType("upstream_origin"), types.ModuleType("upstream_user")
-    origin.schedule = user.schedule = lambda batch, *, num_parts: num_parts  # type: ignore[attr-defined]
+    origin.schedule = user.schedule = lambda batch, *, num_parts: num_parts
     monkeypatch.setitem(__import__("sys").modules, "upstream_origin", origin)
     monkeypatch.setitem(__import__("sys").modules, "upstream_user", user)
     return user
@@ -106,9 +104,7 @@ HOOK = hooking.Hook(
         (replace(HOOK, target=f"{__name__}:Dispatcher.gone", bound_in=()), "Dispatcher has no function gone"),
     ],
 )
-def test_a_target_that_moved_fails_and_changes_nothing(
-    upstream: types.ModuleType, hook: hooking.Hook, message: str
-) -> None:
+def test_a_target_that_moved_fails_and_changes_nothing(upstream, hook, message):
     before = upstream.schedule
     with pytest.raises(BalanceError, match=message) as error:
         hooking.install_hooks([HOOK, hook], version="upstream 9.9")
@@ -116,14 +112,14 @@ def test_a_target_that_moved_fails_and_changes_nothing(
     assert upstream.schedule is before
 
 
-def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.ModuleType) -> None:
+def test_undo_refuses_when_someone_else_has_wrapped_since(upstream):
     patches = hooking.install_hooks([HOOK], version="upstream 1.0")
     assert upstream.schedule([], num_parts=2) == -2
     balanced = upstream.schedule
-    upstream.schedule = lambda *args, **keywords: 0  # type: ignore[attr-defined]
+    upstream.schedule = lambda *args, **keywords: 0
     with pytest.raises(BalanceError, match="was replaced after it was hooked"):
         patches.undo()
-    upstream.schedule = balanced  # type: ignore[attr-defined]
+    upstream.schedule = balanced
     patches.undo()
     assert upstream.schedule([], num_parts=2) == 2
 
@@ -131,16 +127,16 @@ def test_undo_refuses_when_someone_else_has_wrapped_since(upstream: types.Module
 class Dispatcher:
     """Stands for an upstream class."""
 
-    def method(self, batch: list[int], *, num_parts: int) -> int:
+    def method(self, batch, *, num_parts):
         return len(batch) + num_parts
 
     @staticmethod
-    def static(batch: list[int], *, num_parts: int) -> int:
+    def static(batch, *, num_parts):
         return len(batch) * num_parts
 
 
 @pytest.mark.parametrize(("name", "outcome"), [("method", -5), ("static", -6)])
-def test_a_method_is_hooked_and_restored(name: str, outcome: int) -> None:
+def test_a_method_is_hooked_and_restored(name, outcome):
     before = vars(Dispatcher)[name]
     hook = replace(HOOK, target=f"{__name__}:Dispatcher.{name}", bound_in=())  # where it is defined
     patches = hooking.install_hooks([hook], version="upstream 1.0")
@@ -149,7 +145,7 @@ def test_a_method_is_hooked_and_restored(name: str, outcome: int) -> None:
     assert vars(Dispatcher)[name] is before
 
 
-def test_a_bridge_that_is_missing_is_named() -> None:
+def test_a_bridge_that_is_missing_is_named():
     with pytest.raises(BalanceError, match=r"pip install megatron-bridge==0\.6\.2\): there is no module"):
         install_bridge(max_tokens_per_gpu=8192)
     assert bridge.bridge_installation.settings is None

@@ -1,12 +1,8 @@
 """The layers of every chunk of a pipeline, against those that Megatron builds."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +18,11 @@ from megatron_balance import CostModel, ModelShape
 from megatron_balance.cost.stages import split_advice
 from megatron_balance.model.layout import PipelineLayout
 
-SIZES: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2}
+SIZES = {"hidden_size": 8, "num_attention_heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def rank() -> Iterator[None]:
+def rank():
     yield
     for change in (
         parallel_state.set_pipeline_model_parallel_rank,
@@ -36,12 +32,12 @@ def rank() -> Iterator[None]:
         change(None)
 
 
-def megatrons(config: TransformerConfig) -> list[tuple[int, int, int]]:
+def megatrons(config):
     """First layer, layers and MTP layers of each chunk, in the order in which micro-batches pass them."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     parallel_state.set_pipeline_model_parallel_world_size(stages)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
-    result: list[tuple[int, int, int]] = []
+    result = []
     for chunk, stage in product(range(chunks or 1), range(stages)):
         parallel_state.set_pipeline_model_parallel_rank(stage)
         where = {"vp_stage": chunk if chunks else None}
@@ -51,7 +47,7 @@ def megatrons(config: TransformerConfig) -> list[tuple[int, int, int]]:
     return result
 
 
-def ours(layout: PipelineLayout, shape: ModelShape) -> list[tuple[int, int, int]]:
+def ours(layout, shape):
     first, result = 0, list[tuple[int, int, int]]()
     for layers, chunk in zip(layout.num_layers, layout.chunks(shape), strict=True):
         assert len(chunk.layers) == layers + chunk.mtp_projections
@@ -60,7 +56,7 @@ def ours(layout: PipelineLayout, shape: ModelShape) -> list[tuple[int, int, int]
     return result
 
 
-def shape_of(num_layers: int, **sizes: Any) -> ModelShape:
+def shape_of(num_layers, **sizes):
     return ModelShape(
         **{"num_layers": num_layers, "num_query_groups": 2, "kv_channels": 4, "ffn_hidden_size": 8, **SIZES, **sizes},
         padded_vocab_size=16,
@@ -68,7 +64,7 @@ def shape_of(num_layers: int, **sizes: Any) -> ModelShape:
     )
 
 
-def compare(num_layers: int, pp_size: int, vpp_size: int | None, mtp: int | None, **options: Any) -> bool:
+def compare(num_layers, pp_size, vpp_size, mtp, **options):
     """Whether Megatron accepts the options; if so, both build the same."""
     shape = shape_of(num_layers, mtp_num_layers=mtp or 0)
     sizes = {"pipeline_model_parallel_size": pp_size, "virtual_pipeline_model_parallel_size": vpp_size}
@@ -94,7 +90,7 @@ def compare(num_layers: int, pp_size: int, vpp_size: int | None, mtp: int | None
     return True
 
 
-def test_counts_of_layers_are_split_as_megatron_splits_them() -> None:
+def test_counts_of_layers_are_split_as_megatron_splits_them():
     accepted = 0
     for num_layers, pp_size, vpp_size, mtp in product(range(2, 25), (2, 3, 4, 8), (None, 2, 3), (None, 2)):
         for first, last in product((None, 1, 2, 4), repeat=2):
@@ -116,9 +112,7 @@ def test_counts_of_layers_are_split_as_megatron_splits_them() -> None:
         ([["embedding", "decoder"], ["decoder"] * 2, ["decoder"], ["mtp", "loss"]], 4, 2, 2, 1),
     ],
 )
-def test_a_layout_is_read_as_megatron_reads_it(
-    layout: Any, num_layers: int, pp_size: int, vpp_size: int | None, mtp: int | None
-) -> None:
+def test_a_layout_is_read_as_megatron_reads_it(layout, num_layers, pp_size, vpp_size, mtp):
     assert compare(num_layers, pp_size, vpp_size, mtp, pipeline_model_parallel_layout=layout)
 
 
@@ -132,17 +126,15 @@ def test_a_layout_is_read_as_megatron_reads_it(
         ("M-*-MM*", 3, None, (None, 3)),
     ],
 )
-def test_a_hybrid_pattern_is_cut_as_megatron_cuts_it(
-    pattern: str, pp_size: int, vpp_size: int | None, ends: tuple[int | None, int | None], monkeypatch: Any
-) -> None:
+def test_a_hybrid_pattern_is_cut_as_megatron_cuts_it(pattern, pp_size, vpp_size, ends, monkeypatch):
     main, *depths = pattern.split("/")
     sizes = {"mamba_state_dim": 1, "mamba_head_dim": 1, "mamba_num_groups": 1, "mamba_num_heads": 1}
     num_layers = len(main.replace("|", ""))
     shape = shape_of(num_layers, hybrid_layer_pattern=pattern, mtp_num_layers=len(depths), **sizes)
     monkeypatch.setattr(hybrid_layer_allocation, "log_on_each_pipeline_stage", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: pp_size)
-    theirs: list[tuple[int, int]] = []
-    group: Any = object()
+    theirs = []
+    group = object()
     for chunk, stage in product(range(vpp_size or 1), range(pp_size)):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda _=None, stage=stage: stage)
         vp_stage = chunk if vpp_size else None
@@ -169,9 +161,7 @@ def test_a_hybrid_pattern_is_cut_as_megatron_cuts_it(
         ("Llama-3.1-8B", 8, 2, 1.47, "--pipeline-model-parallel-layout 'Et*3|t*3|"),
     ],
 )
-def test_another_split_is_advised_where_megatron_takes_it(
-    name: str, pp_size: int, vpp_size: int, largest: float, advice: str
-) -> None:
+def test_another_split_is_advised_where_megatron_takes_it(name, pp_size, vpp_size, largest, advice):
     shape = ModelShape.preset(name)
     layout = PipelineLayout.even_split(shape.num_layers, pp_size=pp_size, vpp_size=vpp_size)
     sentence = split_advice(

@@ -3,14 +3,11 @@
 Command lines go through Megatron's own parser with `add_balance_args`; each begins with the option that it is about.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomllib
@@ -41,7 +38,7 @@ REFUSED, WITHOUT_BALANCING, CAUTIONED, ORDINARY = (
 
 
 @functools.cache
-def parser() -> argparse.ArgumentParser:
+def parser():
     """Megatron's, made once, for it takes a second, with flags of other releases and of scripts."""
     from megatron.training.arguments import add_megatron_arguments
 
@@ -53,12 +50,12 @@ def parser() -> argparse.ArgumentParser:
     return add_balance_args(megatron_parser)
 
 
-def parsed(flags: str, *, balanced: str = BALANCED) -> Any:
+def parsed(flags, *, balanced=BALANCED):
     return parser().parse_args(f"{balanced} {flags}".split())
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_refusal_names_the_option_its_value_and_the_remedy(flags: str) -> None:
+def test_a_refusal_names_the_option_its_value_and_the_remedy(flags):
     with pytest.raises(BalanceError) as refusal:
         parsed(flags)
     messages = str(refusal.value)
@@ -68,7 +65,7 @@ def test_a_refusal_names_the_option_its_value_and_the_remedy(flags: str) -> None
     assert not any(name in messages.split(":")[0] for name in ("None", "[", "<"))
 
 
-def test_every_refusal_of_the_pages_is_met_here() -> None:
+def test_every_refusal_of_the_pages_is_met_here():
     """Those of releases have tests of their own below."""
     messages = ""
     lines = [(flags, BALANCED) for flags in REFUSED]
@@ -86,24 +83,24 @@ def test_every_refusal_of_the_pages_is_met_here() -> None:
 
 
 @pytest.mark.parametrize("flags", ["--balance-data", PACKED])
-def test_balancing_asks_for_the_loss_per_token(flags: str) -> None:
+def test_balancing_asks_for_the_loss_per_token(flags):
     with pytest.raises(BalanceError, match="add --calculate-per-token-loss"):
         parsed(flags, balanced="")
 
 
-def test_an_option_that_the_script_s_parser_lacks_is_named_too() -> None:
+def test_an_option_that_the_script_s_parser_lacks_is_named_too():
     with pytest.raises(BalanceError, match="--calculate-per-token-loss is not set"):
         add_balance_args(argparse.ArgumentParser()).parse_args(["--balance-data"])
 
 
 @pytest.mark.parametrize("flags", CAUTIONED)
-def test_what_should_be_known_is_said_once(flags: str) -> None:
+def test_what_should_be_known_is_said_once(flags):
     [caution] = cautions(parsed(flags))
     assert caution.startswith(f"{flags.split()[0]} is ")
 
 
 @pytest.mark.parametrize("flags", ORDINARY)
-def test_ordinary_runs_are_left_alone(flags: str) -> None:
+def test_ordinary_runs_are_left_alone(flags):
     assert cautions(parsed(flags)) == []
 
 
@@ -115,7 +112,7 @@ OF_MEGATRON = [
 
 
 @pytest.mark.parametrize("flags", OF_MEGATRON)
-def test_a_run_that_does_not_balance_is_none_of_our_business(flags: str) -> None:
+def test_a_run_that_does_not_balance_is_none_of_our_business(flags):
     assert cautions(parsed(flags, balanced="")) == []
 
 
@@ -129,7 +126,7 @@ def test_a_run_that_does_not_balance_is_none_of_our_business(flags: str) -> None
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "2.20"),
     ],
 )
-def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch, flags: str, oldest: str) -> None:
+def test_an_older_transformer_engine_is_refused(monkeypatch, flags, oldest):
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"{oldest}.1+abc")
     args = parsed(flags)
     assert any("before 2.9" in caution for caution in cautions(args)) is (oldest in ("2.3", "2.8"))
@@ -151,12 +148,10 @@ def test_an_older_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch,
         f"--balance-loss-weighting sample --moe-z-loss-coeff 1e-3 {EXPERTS} {PACKED}",
     ],
 )
-def test_a_rule_about_a_release_asks_the_module_that_is_imported(
-    monkeypatch: pytest.MonkeyPatch, metadata: str | None, flags: str
-) -> None:
+def test_a_rule_about_a_release_asks_the_module_that_is_imported(monkeypatch, metadata, flags):
     """Fault: pip's metadata of another release, or none, let both through."""
 
-    def version(name: str) -> str:
+    def version(name):
         if metadata is None:
             raise PackageNotFoundError(name)
         return metadata
@@ -178,7 +173,7 @@ def test_a_rule_about_a_release_asks_the_module_that_is_imported(
         (f"--moe-router-load-balancing-type global_aux_loss {EXPERTS}", "step"),
     ],
 )
-def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags: str, objective: str) -> None:
+def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags, objective):
     """Fault: plans of `delayed` FP8 levelled steps, and with sizes of their own ranks never met."""
     options = vars(parsed(flags)) | {"world_size": 8}
     topology = topology_of(options, shape=lambda: SHAPE)

@@ -3,14 +3,10 @@
 It reads below the public names: a run has no name for its settings, and shows most of them only on many ranks.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from test_options import BALANCED, EXPERTS, PACKED, SHAPE, parsed
 
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.mcore.setup.settings import Settings, bucketed_limits, filled_tokens, run_costs, settings_of
+from megatron_balance.mcore.setup.settings import bucketed_limits, filled_tokens, run_costs, settings_of
 from megatron_balance.model.layout import PipelineLayout
 
 WITHIN, BETWEEN = 0.0087, 0.078
@@ -29,7 +25,7 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 SIZED = f"{PACKED} --balance-by-flops --balance-dynamic-cp"
 
 
-def settings(flags: str, *, shape: ModelShape = SHAPE, **validated: Any) -> Settings:
+def settings(flags, *, shape=SHAPE, **validated):
     """Of 16 ranks; `validated` are options that Megatron sets itself."""
     args = parsed(f"--eval-iters 0 --bf16 {flags}", balanced=BALANCED)
     return settings_of(vars(args) | {"world_size": 16} | validated, shape=lambda: shape)
@@ -58,7 +54,7 @@ def settings(flags: str, *, shape: ModelShape = SHAPE, **validated: Any) -> Sett
         (f"--context-parallel-size 2 {SIZED}", {}, Topology(8, cp_size=2, dynamic_cp=True)),
     ],
 )
-def test_ranks(flags: str, validated: dict[str, Any], topology: Topology) -> None:
+def test_ranks(flags, validated, topology):
     assert settings(flags, **validated).topology == topology
 
 
@@ -71,7 +67,7 @@ def test_ranks(flags: str, validated: dict[str, Any], topology: Topology) -> Non
         ("DeepSeek-V3", "", None),
     ],
 )
-def test_the_largest_context_parallel_size_is_that_of_the_heads(model: str, flags: str, largest: int | None) -> None:
+def test_the_largest_context_parallel_size_is_that_of_the_heads(model, flags, largest):
     shape = ModelShape.preset(model)
     sized = settings(f"{SIZED} {flags}", shape=shape)
     assert sized.topology.max_cp_size == largest
@@ -96,7 +92,7 @@ FSDP = "--use-megatron-fsdp --use-dynamic-batch-size --max-tokens-per-gpu 8192 -
         ("tokens", 0, 0),
     ],
 )
-def test_fsdp_gathers_weights_in_every_micro_batch(flags: str, passes: int, bandwidth: int) -> None:
+def test_fsdp_gathers_weights_in_every_micro_batch(flags, passes, bandwidth):
     fsdp = settings(f"{FSDP} {flags}", shape=ModelShape.preset("Qwen3-8B"))
     weights = 8.19e9 - 0.62e9  # of its card, without the embeddings
     lines = [line for line in fsdp.log_lines if line.startswith("gathering weights")]
@@ -105,7 +101,7 @@ def test_fsdp_gathers_weights_in_every_micro_batch(flags: str, passes: int, band
     assert all(("assumed" in line) is ("flops" in flags and "25" not in flags) for line in lines)
 
 
-def test_experts_are_gathered_all_on_the_ranks_that_have_them() -> None:
+def test_experts_are_gathered_all_on_the_ranks_that_have_them():
     shape, ranks = ModelShape.preset("Qwen3-30B-A3B"), f"{FSDP} flops {EXPERTS} --expert-model-parallel-size"
     gathers = [settings(f"{ranks} {size}", shape=shape).costs.model.gather for size in (1, 8)]
     experts = 48 * 128 * 3 * 2048 * 768  # layers, experts, matrices of 2048 x 768
@@ -114,13 +110,13 @@ def test_experts_are_gathered_all_on_the_ranks_that_have_them() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("groups", [1, 4, 6, 8, 12, 32])
-def test_sizes_of_mamba_are_those_that_megatron_takes(groups: int, tp_size: int) -> None:
+def test_sizes_of_mamba_are_those_that_megatron_takes(groups, tp_size):
     if groups % tp_size:
         return
     heads = 96
     shape = replace(ModelShape.preset("Nemotron-3-Nano-30B-A3B"), mamba_num_heads=heads, mamba_num_groups=groups)
 
-    def takes(size: int) -> bool:
+    def takes(size):
         sizes = dict.fromkeys(inspect.signature(MambaContextParallel).parameters, 1)
         sizes |= {"nheads_local_tp": heads // tp_size, "ngroups_local_tp": groups // tp_size}
         try:
@@ -144,7 +140,7 @@ def test_sizes_of_mamba_are_those_that_megatron_takes(groups: int, tp_size: int)
         (f"{EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid", True),
     ],
 )
-def test_routers_that_count_tokens(flags: str, count: bool) -> None:
+def test_routers_that_count_tokens(flags, count):
     assert settings(flags).counts_router_tokens is count
 
 
@@ -158,11 +154,11 @@ def test_routers_that_count_tokens(flags: str, count: bool) -> None:
         ("--position-embedding-type rope --experimental-attention-variant gated_delta_net", False),
     ],
 )
-def test_models_whose_kernels_take_empty_sequences(flags: str, rounded: bool) -> None:
+def test_models_whose_kernels_take_empty_sequences(flags, rounded):
     assert settings(flags).few_shapes is rounded
 
 
-def test_a_record_is_continued_where_a_checkpoint_was_loaded() -> None:
+def test_a_record_is_continued_where_a_checkpoint_was_loaded():
     resumes = [settings(flags, iteration=n).resumes for flags in ("", "--load here") for n in (0, 7)]
     assert resumes == [False, False, False, True], "the first run of a job has --load too, and no checkpoint yet"
 
@@ -177,7 +173,7 @@ def test_a_record_is_continued_where_a_checkpoint_was_loaded() -> None:
         (f"--context-parallel-size 2 --tensor-model-parallel-size 2 {SIZED}", 2),
     ],
 )
-def test_measured_seconds_are_shared_by_the_ranks_of_a_sample(tmp_path: Path, flags: str, sharing: int) -> None:
+def test_measured_seconds_are_shared_by_the_ranks_of_a_sample(tmp_path, flags, sharing):
     file, costs = tmp_path / "seconds.json", CostModel(linear=4000, quadratic=400, per_microbatch=9, cp_exchange=8)
     Calibration(costs, held_out_error=None).write(file)
     model = settings(f"{PACKED} {flags} --balance-cost {file}").costs.model
@@ -192,7 +188,7 @@ def test_measured_seconds_are_shared_by_the_ranks_of_a_sample(tmp_path: Path, fl
         ("--pipeline-model-parallel-layout Et*10|t*10|t*10|t*6,L", (10, 10, 10, 6)),
     ],
 )
-def test_stages_cost_what_their_layers_do(tmp_path: Path, flags: str, layers: tuple[int, ...]) -> None:
+def test_stages_cost_what_their_layers_do(tmp_path, flags, layers):
     flags = f"{PACKED} --pipeline-model-parallel-size 2 {flags}"
     validated = {"virtual_pipeline_model_parallel_size": len(layers) // 2}
     stages = CostModel.from_shape(SHAPE, layout=PipelineLayout(2, layers)).stages
@@ -219,16 +215,14 @@ def test_stages_cost_what_their_layers_do(tmp_path: Path, flags: str, layers: tu
         (Topology(6, dynamic_cp=True), 6, WITHIN),  # there is one node
     ],
 )
-def test_groups_within_a_node_exchange_over_its_links(
-    monkeypatch: pytest.MonkeyPatch, topology: Topology, ranks_of_node: int, part: float
-) -> None:
+def test_groups_within_a_node_exchange_over_its_links(monkeypatch, topology, ranks_of_node, part):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
     cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
     assert cost.cp_exchange / cost.linear == pytest.approx(part, rel=0.02)
 
 
 @pytest.mark.parametrize("dynamic_cp", [False, True])
-def test_every_context_parallel_rank_pays_the_fixed_cost_of_a_micro_batch(dynamic_cp: bool) -> None:
+def test_every_context_parallel_rank_pays_the_fixed_cost_of_a_micro_batch(dynamic_cp):
     """Fault: at one size it was paid once by all of them, in plans but not in predictions."""
     topology = Topology(8, cp_size=4, dynamic_cp=dynamic_cp)
     cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
@@ -248,7 +242,7 @@ def test_every_context_parallel_rank_pays_the_fixed_cost_of_a_micro_batch(dynami
         (f"{SIZED} --seq-length 131072 --max-position-embeddings 131072", ""),  # 16 ranks share a sample
     ],
 )
-def test_logits_that_take_half_of_a_device_are_named(flags: str, caution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_take_half_of_a_device_are_named(flags, caution, monkeypatch):
     """tokens × vocabulary / TP × 4 bytes, of a full micro-batch and of the longest sample; the device has 80 GiB."""
     monkeypatch.setattr("megatron_balance.mcore.setup.settings.device_nbytes", lambda: 80 * 2**30)
     lines = [line for line in settings(flags, padded_vocab_size=151936).log_lines if "logits" in line]
@@ -256,7 +250,7 @@ def test_logits_that_take_half_of_a_device_are_named(flags: str, caution: str, m
     assert all(re.search(caution, line) and line.startswith("WARNING: ") for line in lines)
 
 
-def test_buckets_are_filled_below_the_cap_and_over_long_samples_and_dummies_are_aligned() -> None:
+def test_buckets_are_filled_below_the_cap_and_over_long_samples_and_dummies_are_aligned():
     topology = Topology(2, cp_size=2)
     limits = bucketed_limits(1000, topology=topology, shape_bucket=300)
     assert limits == Limits(900)

@@ -1,15 +1,12 @@
 """The rows of stock that `compare` counts are those of Megatron's own data sets, on the same lengths, with its seed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_balance import CostModel
-from megatron_balance.lengths import MEGATRON_SEED, Rows, read_rows, stock_rows
+from megatron_balance.lengths import MEGATRON_SEED, read_rows, stock_rows
 from megatron_balance.planner import Problem
 from megatron_balance.record import StepRecord
 from megatron_balance.topology import Limits, Topology
@@ -31,7 +28,7 @@ class Tokenizer:
     eod, pad, vocab_size = EOD, PAD, 1000
 
     @property
-    def unique_identifiers(self) -> dict[str, str]:
+    def unique_identifiers(self):
         return {"class": "a test's"}
 
     def tokenize_conversation(self, conversation, return_target, add_generation_prompt):
@@ -40,21 +37,21 @@ class Tokenizer:
         return torch.tensor(tokens), torch.tensor(tokens)
 
 
-def config(**changes) -> gpt_dataset.GPTDatasetConfig:
+def config(**changes):
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     sizes = {"random_seed": MEGATRON_SEED, "sequence_length": SEQ_LENGTH, "tokenizer": Tokenizer()}
     data = {"blend": None, "split": "1,0,0", "create_attention_mask": False}
     return gpt_dataset.GPTDatasetConfig(**sizes, **data, **dict.fromkeys(names, False), **changes)
 
 
-def figures(rows: list[tuple[int, list[int]]]) -> np.ndarray:
+def figures(rows):
     """Rows, tokens, padding and the sum of squared sequences of an epoch, of real tokens and sequences of each row."""
     tokens = sum(sum(sequences) for _, sequences in rows)
     squares = sum(int(length) ** 2 for _, sequences in rows for length in sequences)
     return np.array([len(rows), tokens, tokens - sum(real for real, _ in rows), squares])
 
 
-def predicted(stock: Rows, *, cp_size: int = 1) -> np.ndarray:
+def predicted(stock, *, cp_size=1):
     """The same by the step that `compare` judges as stock."""
     rows = np.repeat(np.arange(stock.counts.size), stock.counts)
     shared = {
@@ -71,7 +68,7 @@ def predicted(stock: Rows, *, cp_size: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["documents", "masked-documents"])
-def test_joined_documents_are_those_of_gptdataset(tmp_path: Path, masked: bool) -> None:
+def test_joined_documents_are_those_of_gptdataset(tmp_path, masked):
     builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
     for length in LENGTHS:
         builder.add_document(torch.full((int(length),), 7), [int(length)])
@@ -97,7 +94,7 @@ def test_joined_documents_are_those_of_gptdataset(tmp_path: Path, masked: bool) 
 
 @pytest.mark.parametrize("limit", [1, 5], ids=["padded", "packed"])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_filled_rows_are_those_of_sftdataset(tmp_path: Path, limit: int, cp_size: int) -> None:
+def test_filled_rows_are_those_of_sftdataset(tmp_path, limit, cp_size):
     rng = np.random.default_rng(4)
     counts = rng.integers(1, limit, 200, endpoint=True)
     lengths = LENGTHS[: counts.sum()] if limit == 1 else np.clip(LENGTHS[: counts.sum()], 2, 300)

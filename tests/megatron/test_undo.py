@@ -1,9 +1,5 @@
 """After `undo()` nothing of a run is left: no thread, process, process group or wrapped function."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from forked import train
 from kept_runs import write_rows
 
@@ -17,7 +13,7 @@ FLAGS = (
 BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 1024 --balance-data --balance-by-flops"
 
 
-def leftovers(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]:
+def leftovers(folder, flags):
     """What a rank of two has after training, and once the hooks are undone."""
     data = folder.parent / "data.jsonl"
     write_rows(data, range(1, 3 * BATCH + 1), longest=32, seed=0)
@@ -33,7 +29,7 @@ def leftovers(folder: Path, flags: str) -> tuple[dict[str, int], dict[str, int]]
     return rows[0]["trained"], rows[0]["undone"]
 
 
-def test_undo_leaves_the_process_as_a_stock_run_does(tmp_path: Path) -> None:
+def test_undo_leaves_the_process_as_a_stock_run_does(tmp_path):
     stock, unhooked = leftovers(tmp_path / "stock", "--micro-batch-size 32")
     trained, undone = leftovers(tmp_path / "balanced", BALANCED)
     assert trained["threads"] >= 1

@@ -1,7 +1,5 @@
 """One rank that trains as record_steps.py does, undoes the hooks, and records what this process still has of them."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -19,7 +17,7 @@ from megatron.training import training
 from megatron_balance.mcore import install
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1])
     record_steps.main()
     trained = _left()
@@ -31,7 +29,7 @@ def main() -> None:
     del before
 
 
-def _left() -> dict[str, int]:
+def _left():
     functions = training.get_forward_backward_func, training.evaluate, Attention.forward
     groups = parallel_state._global_process_group_list or []
     return {
@@ -42,7 +40,7 @@ def _left() -> dict[str, int]:
     }
 
 
-def _children() -> list[int]:
+def _children():
     """Processes that this one has started and that run."""
     names = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -3,14 +3,11 @@
 configs.json has a row for each type: the keys that are read, and the weights of transformers' own model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ from megatron_balance.model.vision import VisionEncoder
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text(encoding="utf-8"))
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -34,7 +31,7 @@ SPARSE = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_
 SPARSE |= {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 8}
 
 
-def read(config: Any) -> tuple[ModelShape, list[str]]:
+def read(config):
     """The shape, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -42,7 +39,7 @@ def read(config: Any) -> tuple[ModelShape, list[str]]:
     return shape, [str(warning.message) for warning in caught]
 
 
-def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
+def num_parameters(shape, *, tied=False):
     """All matrices, from FLOPs: two a weight and token, without states; experts that no token visits as well."""
     parts = fwd_flops_by_part(shape)
     ends = parts.pop("lm_head").linear * (1 if tied else 2)
@@ -57,7 +54,7 @@ def num_parameters(shape: ModelShape, *, tied: bool = False) -> int:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS["read"])
-def test_a_known_type_has_the_weights_of_transformers_model(model_type: str) -> None:
+def test_a_known_type_has_the_weights_of_transformers_model(model_type):
     config, parameters = CONFIGS["read"][model_type]
     shape, warned = read(config)
     assert not warned
@@ -66,7 +63,7 @@ def test_a_known_type_has_the_weights_of_transformers_model(model_type: str) -> 
 
 
 @pytest.mark.parametrize("model_type", CONFIGS["generic"])
-def test_an_unknown_type_is_read_by_its_keys_with_a_warning(model_type: str) -> None:
+def test_an_unknown_type_is_read_by_its_keys_with_a_warning(model_type):
     config, parameters = CONFIGS["generic"][model_type]
     shape, warned = read(config)
     assert f"{model_type!r} is not known" in warned[0]
@@ -76,7 +73,7 @@ def test_an_unknown_type_is_read_by_its_keys_with_a_warning(model_type: str) -> 
 
 
 @pytest.mark.parametrize("model_type", CONFIGS["refused"])
-def test_layers_that_are_not_counted_are_refused_by_name(model_type: str) -> None:
+def test_layers_that_are_not_counted_are_refused_by_name(model_type):
     with pytest.raises(BalanceError, match=f"{model_type}.*balance by tokens"):
         ModelShape.from_hf_config(LLAMA | CONFIGS["refused"][model_type])
 
@@ -100,12 +97,12 @@ def test_layers_that_are_not_counted_are_refused_by_name(model_type: str) -> Non
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries.*num_hidden_layers is 4"),
     ],
 )
-def test_keys_that_nothing_counts_are_refused_in_an_unknown_type(keys: dict[str, Any], message: str) -> None:
+def test_keys_that_nothing_counts_are_refused_in_an_unknown_type(keys, message):
     with pytest.raises(BalanceError, match=message):
         ModelShape.from_hf_config(LLAMA | keys | {"model_type": "new"})
 
 
-def test_a_file_or_its_folder_is_read(tmp_path: Path) -> None:
+def test_a_file_or_its_folder_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     shape = ModelShape.from_hf_config(LLAMA)
     assert ModelShape.from_hf_config(tmp_path) == shape
@@ -119,7 +116,7 @@ def test_a_file_or_its_folder_is_read(tmp_path: Path) -> None:
         ModelShape.from_hf_config(tmp_path / "nowhere.json")
 
 
-def test_a_missing_or_absurd_value_is_named() -> None:
+def test_a_missing_or_absurd_value_is_named():
     with pytest.raises(BalanceError, match=r"vocab_size is missing.*'llama'"):
         ModelShape.from_hf_config({key: value for key, value in LLAMA.items() if key != "vocab_size"})
     with pytest.raises(BalanceError, match="num_hidden_layers is missing"):
@@ -134,14 +131,14 @@ def test_a_missing_or_absurd_value_is_named() -> None:
         replace(ModelShape.preset("Qwen3-VL-8B").vision, hidden_size=8.5)
 
 
-def test_a_tower_that_is_not_counted_is_said() -> None:
+def test_a_tower_that_is_not_counted_is_said():
     for name in ("text_config", "llm_config"):
         shape, warned = read({"model_type": "gemma3", "vision_config": {"depth": 1}, name: PRESETS["gemma-3-12b"]})
         assert shape == ModelShape.preset("gemma-3-12b")
         assert "vision or audio tower of model_type 'gemma3' is not counted" in warned[0]
 
 
-def test_the_encoder_of_qwen3_5_is_that_of_qwen3_vl() -> None:
+def test_the_encoder_of_qwen3_5_is_that_of_qwen3_vl():
     shape, warned = read(PRESETS["Qwen3-VL-8B"] | {"model_type": "qwen3_5_moe"})
     assert not warned
     assert shape.vision == ModelShape.preset("Qwen3-VL-8B").vision
@@ -150,8 +147,8 @@ def test_the_encoder_of_qwen3_5_is_that_of_qwen3_vl() -> None:
 # What older published files leave out, or say in another way ----------------------------------------
 
 
-def test_windows_follow_a_list_a_period_or_the_family() -> None:
-    def windows(**keys: Any) -> list[int]:
+def test_windows_follow_a_list_a_period_or_the_family():
+    def windows(**keys):
         return [layer.window for layer in ModelShape.from_hf_config(LLAMA | {"sliding_window": 16} | keys).layers()]
 
     assert windows(model_type="mistral") == [16] * 4
@@ -165,7 +162,7 @@ def test_windows_follow_a_list_a_period_or_the_family() -> None:
     assert windows(model_type="olmo3", layer_types=layers) == [16, 16, 16, 0]
 
 
-def test_gemma3_leaves_its_heads_to_its_class() -> None:
+def test_gemma3_leaves_its_heads_to_its_class():
     # google/gemma-3-4b-it
     small = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     shape = ModelShape.from_hf_config(small | {"sliding_window": 1024})
@@ -186,21 +183,21 @@ def test_gemma3_leaves_its_heads_to_its_class() -> None:
         ({"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 2}, (0, 1, 0, 1)),
     ],
 )
-def test_experts_are_in_the_layers_that_the_file_says(keys: dict[str, Any], freq: tuple[int, ...]) -> None:
+def test_experts_are_in_the_layers_that_the_file_says(keys, freq):
     shape = ModelShape.from_hf_config(LLAMA | EXPERTS | keys | {"model_type": "qwen3_moe"})
     assert shape.moe_layer_freq == freq
 
 
-def test_shared_experts_have_a_width_or_a_number() -> None:
-    def shared(**keys: int) -> int:
+def test_shared_experts_have_a_width_or_a_number():
+    def shared(**keys):
         shape = ModelShape.from_hf_config(LLAMA | EXPERTS | keys | {"model_type": "glm4_moe"})
         return shape.moe_shared_expert_intermediate_size
 
     assert (shared(), shared(n_shared_experts=2), shared(shared_expert_intermediate_size=48)) == (0, 64, 48)
 
 
-def test_indexers_are_where_glm_5_says() -> None:
-    def mixers(**keys: Any) -> list[Any]:
+def test_indexers_are_where_glm_5_says():
+    def mixers(**keys):
         shape = ModelShape.from_hf_config(LLAMA | SPARSE | keys | {"model_type": "glm_moe_dsa"})
         return [layer.mixer for layer in shape.layers()]
 
@@ -210,7 +207,7 @@ def test_indexers_are_where_glm_5_says() -> None:
     assert mixers(index_topk_freq=2, index_skip_topk_offset=1) == ["dsa", "dsa_shared"] * 2
 
 
-def test_nemotron_reads_a_pattern_or_a_list() -> None:
+def test_nemotron_reads_a_pattern_or_a_list():
     config = PRESETS["Nemotron-H-8B"]
     names = {"M": "mamba", "-": "mlp", "*": "attention"}
     kinds = [names[symbol] for symbol in config["hybrid_override_pattern"]]
@@ -224,7 +221,7 @@ def test_nemotron_reads_a_pattern_or_a_list() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+def test_a_preset_has_the_published_number_of_parameters(name):
     row = ROWS[name]
     counted = num_parameters(ModelShape.preset(name), tied=row["config"].get("tie_word_embeddings", False))
     # Kimi-K2's paper says 1.04 T; its config.json gives 1.026 T, and 1.04 T were its dense layer one of experts.
@@ -232,7 +229,7 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ModelShape.presets())
-def test_a_shape_prints_what_makes_it_again_and_no_defaults(name: str) -> None:
+def test_a_shape_prints_what_makes_it_again_and_no_defaults(name):
     shape = ModelShape.preset(name)
     assert eval(repr(shape), {"ModelShape": ModelShape, "VisionEncoder": VisionEncoder}) == shape  # noqa: S307
     assert ("num_experts" in repr(shape)) == bool(shape.num_experts)
@@ -243,25 +240,25 @@ def test_a_shape_prints_what_makes_it_again_and_no_defaults(name: str) -> None:
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
 
 
-def names(after: str, before: str) -> list[str]:
+def names(after, before):
     return re.findall(r"`([^`]+)`", PAGE.split(after)[1].split(before)[0])
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading):
     table = PAGE.split(heading)[1].split("\n\n")[0]
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
     ]
 
 
-def test_every_family_has_a_cost_by_its_preset() -> None:
+def test_every_family_has_a_cost_by_its_preset():
     for family, _, preset in rows("\n| family"):
         assert CostModel.from_shape(ModelShape.preset(preset)).linear > 0, family
     kinds = {layer.mixer for *_, preset in rows("\n| family") for layer in ModelShape.preset(preset).layers()}
     assert kinds == {"attention", "mla", "dsa", "gated_delta_net", "mamba", None}
 
 
-def test_known_and_refused_types_are_those_of_the_reader() -> None:
+def test_known_and_refused_types_are_those_of_the_reader():
     assert names("configs.json`).", "Another type") == sorted(FAMILIES)
     for refused in names("record.", "So is any file"):
         with pytest.raises(BalanceError, match="FLOPs are not known"):
@@ -271,7 +268,7 @@ def test_known_and_refused_types_are_those_of_the_reader() -> None:
             ModelShape.from_hf_config({**PRESETS["Qwen3-8B"], "model_type": "new", key: 1})
 
 
-def test_presets_are_those_of_the_package() -> None:
+def test_presets_are_those_of_the_package():
     for (name, read, published, source), (expected, row) in zip(rows("\n| preset"), ROWS.items(), strict=True):
         tied = row["config"].get("tie_word_embeddings", False)
         assert (name, source) == (expected, row["source"])

@@ -1,10 +1,7 @@
 """FLOPs by hand, and against a plain count of the GEMMs that shares no code with the package."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ DENSE = ModelShape(
     padded_vocab_size=10,
     gated_linear_unit=True,
 )
-LATENT: dict[str, Any] = {
+LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 5,
     "kv_lora_rank": 6,
@@ -39,7 +36,7 @@ EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 MAMBA = {"mamba_state_dim": 2, "mamba_head_dim": 3, "mamba_num_groups": 2, "mamba_num_heads": 4}
 
 
-def gemm(*sizes: int) -> int:
+def gemm(*sizes):
     """A product of an m x n by an n x k matrix."""
     m, n, k = sizes
     return 2 * m * n * k
@@ -48,14 +45,14 @@ def gemm(*sizes: int) -> int:
 # By hand -------------------------------------------------------------------------------------------------------------
 
 
-def part(shape: ModelShape, name: str) -> FlopsPolynomial:
+def part(shape, name):
     """Of one layer of its two."""
     flops = fwd_flops_by_part(shape)[name]
     windows = tuple((window, coefficient // 2) for window, coefficient in flops.windows)
     return FlopsPolynomial(flops.linear // 2, flops.quadratic // 2, flops.expert_linear // 2, windows)
 
 
-def test_sparse_attention_by_hand() -> None:
+def test_sparse_attention_by_hand():
     length, topk = 11, 5
     projections = gemm(length, 5, 3 * 4) + gemm(length, 8, 4) + gemm(length, 8, 3)
     # All heads share one latent key and value: QKᵀ on 6 + 2 channels, PV on 6; a query picks from what is before it.
@@ -71,14 +68,14 @@ def test_sparse_attention_by_hand() -> None:
     assert part(target, "dsa_target")(length) == 4 * gemm(length, 6 + 2, length) // 2
 
 
-def test_a_shared_indexer_computes_once() -> None:
+def test_a_shared_indexer_computes_once():
     shared = replace(SPARSE, dsa_indexer_layers=(1, 0))
     assert [layer.mixer for layer in shared.layers()] == ["dsa", "dsa_shared"]
     assert fwd_flops_by_part(shared)["dsa"] == fwd_flops_by_part(SPARSE)["dsa"]
     assert fwd_flops_by_part(shared)["dsa_indexer"] == part(SPARSE, "dsa_indexer")
 
 
-def test_torch_counts_the_same_pairs_in_megatrons_sparse_attention() -> None:
+def test_torch_counts_the_same_pairs_in_megatrons_sparse_attention():
     """Its unfused functions compute the masked half of all pairs as well, of the whole pack."""
     torch = pytest.importorskip("torch")
     dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
@@ -100,7 +97,7 @@ def test_torch_counts_the_same_pairs_in_megatrons_sparse_attention() -> None:
 # What training costs -------------------------------------------------------------------------------------------------
 
 
-def test_an_indexer_runs_forward_alone() -> None:
+def test_an_indexer_runs_forward_alone():
     indexer, sparse = fwd_flops_by_part(SPARSE)["dsa_indexer"], fwd_flops(SPARSE)
     cost = CostModel.from_shape(SPARSE)
     assert cost.quadratic == indexer.quadratic
@@ -108,14 +105,14 @@ def test_an_indexer_runs_forward_alone() -> None:
     assert cost.windows == ((5, 7 * sparse.windows[0][1] // 2),)
 
 
-def test_an_indexer_with_a_loss_runs_backward_too() -> None:
+def test_an_indexer_with_a_loss_runs_backward_too():
     with_loss = replace(SPARSE, dsa_indexer_loss=True)
     parts, plain, trained = fwd_flops_by_part(with_loss), CostModel.from_shape(SPARSE), CostModel.from_shape(with_loss)
     assert trained.linear - plain.linear == parts["dsa_indexer"].linear
     assert trained.quadratic == 3 * parts["dsa_indexer"].quadratic + parts["dsa_target"].quadratic
 
 
-def test_unfused_sparse_attention_costs_the_square_of_a_pack() -> None:
+def test_unfused_sparse_attention_costs_the_square_of_a_pack():
     unfused, pack = replace(SPARSE, dsa_fused=False), 64
     cost = CostModel.from_shape(unfused, pack_tokens=pack)
     assert (cost.quadratic, cost.windows) == (0, ())
@@ -125,7 +122,7 @@ def test_unfused_sparse_attention_costs_the_square_of_a_pack() -> None:
     assert 2 * cost(32) == cost(64)  # however the pack is cut
 
 
-def test_frozen_weights_under_lora_run_twice() -> None:
+def test_frozen_weights_under_lora_run_twice():
     cost, full = CostModel.from_shape(replace(DENSE, lora_rank=4)), CostModel.from_shape(DENSE)
     assert (3 * cost.linear, cost.quadratic) == (2 * full.linear, full.quadratic)
 
@@ -134,7 +131,7 @@ def test_frozen_weights_under_lora_run_twice() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_polynomial_is_the_sum_over_layers_and_sequences(name: str) -> None:
+def test_the_polynomial_is_the_sum_over_layers_and_sequences(name):
     """R41: a workload by the polynomial is the exact one."""
     shape, seqlens = ModelShape.preset(name), [0, 1, 127, 128, 129, 5000]
     flops = fwd_flops(shape)
@@ -148,7 +145,7 @@ def test_the_polynomial_is_the_sum_over_layers_and_sequences(name: str) -> None:
     assert sum(part(length) for part in fwd_flops_by_part(shape).values() for length in seqlens) == expected
 
 
-def test_lengths_of_numpy_do_not_overflow() -> None:
+def test_lengths_of_numpy_do_not_overflow():
     shape = ModelShape.preset("Qwen2.5-72B")
     lengths = np.array([8192, 8192], dtype=np.int32)
     assert calculate_fwd_flops(lengths.tolist(), shape) == calculate_fwd_flops(lengths, shape)
@@ -178,12 +175,12 @@ def test_lengths_of_numpy_do_not_overflow() -> None:
         ({"hybrid_layer_pattern": "M-"}, "mamba_state_dim is 0: a mamba layer"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+def test_a_shape_that_cannot_be_is_refused(change, message):
     with pytest.raises(BalanceError, match=message):
         replace(DENSE, **change)
 
 
-def test_hybrid_patterns_follow_megatrons_symbols() -> None:
+def test_hybrid_patterns_follow_megatrons_symbols():
     shape = replace(
         DENSE,
         **MAMBA,
@@ -206,7 +203,7 @@ def test_hybrid_patterns_follow_megatrons_symbols() -> None:
 
 # Megatron's arguments, without Megatron ------------------------------------------------------------------------------
 
-ARGS: dict[str, Any] = {
+ARGS = {
     "num_layers": 4,
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -216,10 +213,10 @@ ARGS: dict[str, Any] = {
 }
 
 
-def test_indexers_follow_megatrons_frequency_and_offset() -> None:
+def test_indexers_follow_megatrons_frequency_and_offset():
     variant = {**LATENT, **INDEXER, "experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 2}
 
-    def own(**flags: Any) -> tuple[int, ...]:
+    def own(**flags):
         return ModelShape.from_megatron_args(Namespace(**{**ARGS, **variant, **flags})).dsa_indexer_layers
 
     assert own() == own(dsa_indexer_skip_topk_offset=1) == (1, 0, 1, 0)
@@ -231,7 +228,7 @@ def test_indexers_follow_megatrons_frequency_and_offset() -> None:
         assert own(dsa_indexer_topk_freq=3, dsa_indexer_skip_topk_offset=offset) == tuple(int(not s) for s in skipped)
 
 
-def test_the_indexers_loss_and_kernels_are_read() -> None:
+def test_the_indexers_loss_and_kernels_are_read():
     args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
     shape = ModelShape.from_megatron_args(args)
     assert (shape.dsa_indexer_loss, shape.dsa_fused) == (False, False)
@@ -250,7 +247,7 @@ def test_the_indexers_loss_and_kernels_are_read() -> None:
         ({"heterogeneous_layers_config_path": "x.json"}, "--heterogeneous-layers-config-path is given"),
     ],
 )
-def test_arguments_that_cannot_be_counted_are_refused(change: dict[str, Any], message: str) -> None:
+def test_arguments_that_cannot_be_counted_are_refused(change, message):
     with pytest.raises(BalanceError, match=message):
         ModelShape.from_megatron_args(Namespace(**{**ARGS, **change}))
 
@@ -260,7 +257,7 @@ def test_arguments_that_cannot_be_counted_are_refused(change: dict[str, Any], me
 QWEN = ModelShape.preset("Qwen2.5-VL-7B")
 
 
-def test_flops_of_images_are_added() -> None:
+def test_flops_of_images_are_added():
     of_image = image_flops(QWEN)
     flops = fwd_flops(QWEN)
     assert calculate_fwd_flops([10, 30], QWEN, image_patches=[64, 256]) == (
@@ -270,7 +267,7 @@ def test_flops_of_images_are_added() -> None:
         calculate_fwd_flops([10], ModelShape.preset("Qwen3-8B"), image_patches=[64])
 
 
-def image_cost(model: CostModel) -> int:
+def image_cost(model):
     """Of an image of 1,000 patches."""
     scaled = model.sample_costs(np.array([1]), image_patches=np.array([[1000, 1000**2]]))
     assert scaled.shift == 0
@@ -278,16 +275,14 @@ def image_cost(model: CostModel) -> int:
 
 
 @pytest.mark.parametrize(("frozen", "gemms", "half_cores"), [(False, 3, 7), (True, 1, 2)])
-def test_training_takes_gemms_three_times_and_attention_three_and_a_half(
-    frozen: bool, gemms: int, half_cores: int
-) -> None:
+def test_training_takes_gemms_three_times_and_attention_three_and_a_half(frozen, gemms, half_cores):
     flops = image_flops(QWEN)
     cost = image_cost(CostModel.from_shape(QWEN, frozen_encoder=frozen))
     assert cost == gemms * flops.linear * 1000 + half_cores * flops.quadratic * 10**6 // 2
     assert image_cost(CostModel.from_shape(ModelShape.preset("Qwen2.5-7B"))) == 0
 
 
-def test_a_nested_config_has_the_same_encoder() -> None:
+def test_a_nested_config_has_the_same_encoder():
     flat = PRESETS["Qwen2.5-VL-7B"]
     text = {key: value for key, value in flat.items() if key != "vision_config"} | {"model_type": "qwen2_5_vl_text"}
     nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": flat["vision_config"]}
@@ -299,8 +294,8 @@ def test_a_nested_config_has_the_same_encoder() -> None:
             ModelShape.from_hf_config(flat | {"vision_config": flat["vision_config"] | {name: True}})
 
 
-def test_sizes_of_an_encoder_are_checked() -> None:
-    sizes: dict[str, Any] = {
+def test_sizes_of_an_encoder_are_checked():
+    sizes = {
         "hidden_size": 8,
         "num_layers": 2,
         "ffn_hidden_size": 8,

@@ -97,7 +97,7 @@ def test_sizes_beyond_int64_are_planned_or_refused():
         build_data_schedule([1, 1], image_patches=[[2**30] * 8, [5]], **GOOD)
 
 
-def test_balance_takes_the_name_of_a_model() -> None:
+def test_balance_takes_the_name_of_a_model():
     shape = ModelShape.preset("Qwen3-8B")
     lengths = [4096, 512, 300, 7000, 128, 2048, 900, 64]
     by_name = balance(lengths, num_ranks=2, max_tokens=8192, model="Qwen3-8B")

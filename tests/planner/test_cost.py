@@ -1,11 +1,8 @@
 """Costs: exact, scaled equally on every rank, never lower for a longer sample; from FLOPs, seconds and links."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ models = st.builds(
 lengths = st.lists(st.integers(0, 10**6), min_size=1, max_size=30)
 
 
-def test_a_sample_by_hand() -> None:
+def test_a_sample_by_hand():
     model = CostModel(linear=5, quadratic=2, expert_linear=3, windows=((4, 7),))
     # 10 tokens in a window of 4 are 1+2+3+4*7 pairs, twice.
     assert model(10) == (5 + 3) * 10 + 2 * 100 + 7 * 2 * 34
@@ -41,7 +38,7 @@ def test_a_sample_by_hand() -> None:
 
 
 @given(models, lengths)
-def test_scaled_costs_keep_order_and_sum(model: CostModel, values: list[int]) -> None:
+def test_scaled_costs_keep_order_and_sum(model, values):
     scaled = model.sample_costs(np.array(values))
     local, expert = scaled.costs[0], scaled.expert_costs[0]
     assert int(local.sum()) + int(expert.sum()) < MAX_TOTAL_COST
@@ -52,7 +49,7 @@ def test_scaled_costs_keep_order_and_sum(model: CostModel, values: list[int]) ->
         assert cost == -(-model.local_cost(length) >> scaled.shift)
 
 
-def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
+def test_a_sum_above_the_bound_is_halved_until_it_fits():
     model = CostModel(linear=2**58)
     few, many = model.sample_costs(np.array([1, 1])), model.sample_costs(np.full(64, 2))
     assert few.shift == 0
@@ -77,12 +74,12 @@ def test_a_sum_above_the_bound_is_halved_until_it_fits() -> None:
         ({}, "no coefficient above zero"),
     ],
 )
-def test_coefficients_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+def test_coefficients_that_cannot_be_are_refused(change, message):
     with pytest.raises(BalanceError, match=message):
         CostModel(**change)
 
 
-def test_each_rank_of_a_context_parallel_group_receives_from_the_others() -> None:
+def test_each_rank_of_a_context_parallel_group_receives_from_the_others():
     model = CostModel(linear=100, quadratic=3, per_microbatch=50, cp_exchange=8)
     for size in (1, 2, 4):
         shared = model.summed_over_cp(size)
@@ -103,16 +100,16 @@ CORE = 2 * 4 * (2 * 3 + 2 * 3) // 2
 """Two layers: of a token, and of a squared token, half of which is masked."""
 
 
-def test_the_reference_by_hand_is_the_forward_pass() -> None:
+def test_the_reference_by_hand_is_the_forward_pass():
     assert calculate_fwd_flops([7], DENSE) == GEMMS * 7 + CORE * 7**2
 
 
-def test_training_is_three_gemms_and_three_and_a_half_cores() -> None:
+def test_training_is_three_gemms_and_three_and_a_half_cores():
     launches = 128 * 3 * GEMMS  # a micro-batch costs 128 tokens beside its samples
     assert CostModel.from_shape(DENSE) == CostModel(linear=3 * GEMMS, quadratic=7 * CORE // 2, per_microbatch=launches)
 
 
-def test_experts_are_kept_apart_only_where_a_group_shares_them() -> None:
+def test_experts_are_kept_apart_only_where_a_group_shares_them():
     alone, shared = CostModel.from_shape(MOE), CostModel.from_shape(MOE, ep_size=8)
     assert alone.expert_linear == 0
     assert shared.expert_linear == 3 * 2 * 2 * 3 * 2 * 8 * 12
@@ -124,7 +121,7 @@ def test_experts_are_kept_apart_only_where_a_group_shares_them() -> None:
 # Stages of a pipeline ------------------------------------------------------------------------------------------------
 
 
-def test_the_kinds_of_chunks_of_a_pipeline_add_up_to_the_model() -> None:
+def test_the_kinds_of_chunks_of_a_pipeline_add_up_to_the_model():
     windows = {"window_size": (15, 0), "window_attn_skip_freq": (1, 1, 0, 1, 1, 0)}
     shape = replace(MOE, num_layers=6, mtp_num_layers=1, moe_layer_freq=(0, 0, 1, 1, 1, 1), **windows)
     layout = PipelineLayout(2, (2, 1, 2, 1))  # two stages of two chunks: layers 0 1 | 2 | 3 4 | 5, MTP, output layers
@@ -147,7 +144,7 @@ def test_the_kinds_of_chunks_of_a_pipeline_add_up_to_the_model() -> None:
         assert head == 3 * (2 * HEAD + 2 * 2 * 8 * 8)
 
 
-def test_costs_by_kind_are_scaled_together() -> None:
+def test_costs_by_kind_are_scaled_together():
     stages = StageCosts(((0,), (1,)), (CostModel(linear=1), CostModel(linear=3, quadratic=4)))
     tokens = replace(CostModel.tokens(), stages=stages).sample_costs(np.array([1, 10]))
     assert (tokens.costs.tolist(), tokens.shift) == ([[512, 5120], [1536, 15360]], -10)
@@ -169,7 +166,7 @@ def test_costs_by_kind_are_scaled_together() -> None:
 # Rates ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_cost_over_its_rate_is_seconds() -> None:
+def test_a_cost_over_its_rate_is_seconds():
     shape, linear, attention = ModelShape.preset("Qwen3-8B"), 700, 300
     flops = CostModel.from_shape(shape)
     timed = CostModel.from_shape(shape, linear_tflops=linear, attention_tflops=attention)
@@ -181,13 +178,13 @@ def test_a_cost_over_its_rate_is_seconds() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("linear_tflops", 0), ("attention_tflops", -1), ("attention_tflops", float("nan"))]
 )
-def test_a_rate_that_cannot_be_is_named(name: str, value: float) -> None:
+def test_a_rate_that_cannot_be_is_named(name, value):
     with pytest.raises(BalanceError, match=name):
         CostModel.from_shape(DENSE, **{name: value})
 
 
 @pytest.mark.parametrize(("models", "precision"), ATTENTION_RATES)
-def test_the_default_rate_lies_among_those_published(models: str, precision: str) -> None:
+def test_the_default_rate_lies_among_those_published(models, precision):
     profiles = json.loads((Path(__file__).parents[2] / "benchmarks" / "profiles.json").read_text())
     published = [
         profile["attention_tflops"] / profile["linear_tflops"]
@@ -214,7 +211,7 @@ CALIBRATION = Calibration(
 )
 
 
-def microbatches(*, num: int, seed: int) -> np.ndarray:
+def microbatches(*, num, seed):
     """Features `[num, 4]` of micro-batches of lognormal lengths: one, sequences, tokens, squared tokens."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -224,7 +221,7 @@ def microbatches(*, num: int, seed: int) -> np.ndarray:
     return np.array(rows)
 
 
-def test_measurements_that_something_disturbed_hardly_move_the_fit() -> None:
+def test_measurements_that_something_disturbed_hardly_move_the_fit():
     features = microbatches(num=200, seed=1)
     rng = np.random.default_rng(2)
     seconds = features @ TRUTH * rng.normal(1, 0.01, 200)
@@ -234,7 +231,7 @@ def test_measurements_that_something_disturbed_hardly_move_the_fit() -> None:
     assert np.median(np.abs(fitted / (fresh @ TRUTH) - 1)) < 0.005
 
 
-def test_a_file_reads_back_what_was_written_and_names_a_cost(tmp_path: Path) -> None:
+def test_a_file_reads_back_what_was_written_and_names_a_cost(tmp_path):
     path = tmp_path / "seconds.json"
     CALIBRATION.write(path)
     assert Calibration.read(path) == CALIBRATION
@@ -242,7 +239,7 @@ def test_a_file_reads_back_what_was_written_and_names_a_cost(tmp_path: Path) -> 
     assert resolve_cost() == CostModel.tokens()
 
 
-def test_parallel_ranks_share_tokens_but_not_launches() -> None:
+def test_parallel_ranks_share_tokens_but_not_launches():
     whole, shared = CALIBRATION.cost_model(), CALIBRATION.cost_model(ep_size=8, model_parallel_size=4)
     assert shared.linear * 4 == pytest.approx(1e12, abs=4)
     assert shared.expert_linear * 4 == pytest.approx(5e11, abs=4)
@@ -254,7 +251,7 @@ def test_parallel_ranks_share_tokens_but_not_launches() -> None:
 # Costs by name, and of communication ---------------------------------------------------------------------------------
 
 
-def test_a_cost_by_name_is_that_of_a_model() -> None:
+def test_a_cost_by_name_is_that_of_a_model():
     shape = ModelShape.preset("Qwen3-8B")
     assert resolve_cost(model="qwen3-8b") == CostModel.from_shape(shape)
     assert resolve_cost("tokens", model=shape) == CostModel.tokens()
@@ -263,12 +260,12 @@ def test_a_cost_by_name_is_that_of_a_model() -> None:
             resolve_cost(cost, model=model)
 
 
-def received(shape: ModelShape, **sizes: int) -> list[int]:
+def received(shape, **sizes):
     """Bytes of a token: a byte a second, a FLOP a second. Of the ring, all-to-alls and all-gathers."""
     return list(exchange_costs(shape, bytes_per_second=1, tflops=1e-12, **sizes).values())
 
 
-def test_layers_exchange_what_their_context_parallelism_needs() -> None:
+def test_layers_exchange_what_their_context_parallelism_needs():
     assert received(ModelShape.preset("Qwen3-8B")) == [3 * 36 * 2 * 8 * 128 * 2, 0, 0]  # 8 groups of 128
     latent = ModelShape.preset("DeepSeek-V3")  # uncompressed heads
     assert received(latent) == [3 * len(latent.layers()) * 128 * (128 + 64 + 128) * 2, 0, 0]
@@ -284,7 +281,7 @@ def test_layers_exchange_what_their_context_parallelism_needs() -> None:
     assert received(replace(sparse, dsa_indexer_loss=True))[2] == len(sparse.layers()) * (per_layer + 128) * 2
 
 
-def test_nothing_hides_what_mixers_exchange() -> None:
+def test_nothing_hides_what_mixers_exchange():
     model = CostModel(linear=100, quadratic=3, cp_all_to_all=10, cp_all_gather=7)
     for size, per_token in ((1, 0), (2, 5 + 7), (4, 8 + 21)):
         assert model.summed_over_cp(size)(10) == 10 * (100 + per_token) + 300

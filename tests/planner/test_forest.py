@@ -3,39 +3,35 @@
 Costs are computed here from their definition, node by node: none of the planner's neighbours, differences or runs.
 """
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from plan_cells import REAL_LENGTHS
 
-from megatron_balance import BalanceError, CostModel, DataSchedule, Forest, Limits, Topology, build_data_schedule
+from megatron_balance import BalanceError, CostModel, Forest, Limits, Topology, build_data_schedule
 
 COST = CostModel(linear=26_396, quadratic=1, per_microbatch=128 * 26_396)
 """Qwen3-8B: training FLOPs of a token over those of a squared token."""
 
 
-def path(forest: Forest, node: int) -> list[int]:
+def path(forest, node):
     """The nodes from a root to this one."""
-    nodes: list[int] = []
+    nodes = []
     while node >= 0:
         nodes.append(node)
         node = int(forest.parent[node])
     return nodes[::-1]
 
 
-def node_figures(forest: Forest, node: int, cost_model: CostModel) -> tuple[int, int]:
+def node_figures(forest, node, cost_model):
     """Cost and tokens of a node, computed once."""
     end = sum(int(forest.node_tokens[above]) for above in path(forest, node))
     start = end - int(forest.node_tokens[node])
     return cost_model(end) - cost_model(start), end - start
 
 
-def rank_costs(forest: Forest, microbatch_of: Any, *, shape: tuple[int, int], cost_model: CostModel) -> Any:
+def rank_costs(forest, microbatch_of, *, shape, cost_model):
     """`[num_ranks, num_microbatches]` costs, and tokens alike."""
     costs, tokens = np.zeros((2, *shape), dtype=np.int64)
     for rank, slot in product(range(shape[0]), range(shape[1])):
@@ -47,7 +43,7 @@ def rank_costs(forest: Forest, microbatch_of: Any, *, shape: tuple[int, int], co
     return costs, tokens
 
 
-def random_forest(generator: np.random.Generator, *, num_samples: int, longest: int = 9) -> Forest:
+def random_forest(generator, *, num_samples, longest=9):
     """Nodes under earlier nodes; samples end anywhere, some at one node."""
     num_nodes = int(generator.integers(1, num_samples + 3))
     parent = [int(generator.integers(-1, node)) if node else -1 for node in range(num_nodes)]
@@ -55,13 +51,13 @@ def random_forest(generator: np.random.Generator, *, num_samples: int, longest: 
     return Forest.from_nodes(tokens, parent, generator.integers(0, num_nodes, num_samples))
 
 
-def plan(forest: Forest, topology: Topology, *, cap: int, cost_model: CostModel = COST, **options: Any) -> DataSchedule:
+def plan(forest, topology, *, cap, cost_model=COST, **options):
     return build_data_schedule(
         forest.lengths, forest=forest, cost_model=cost_model, topology=topology, limits=Limits(cap), **options
     ).check()
 
 
-def rollouts(name: str, *, groups: int, size: int, seed: int, longest: int = 16_384) -> tuple[NDArray[Any], ...]:
+def rollouts(name, *, groups, size, seed, longest=16384):
     """Prompts and whole lengths of groups of responses to prompts of like length, and the groups."""
     generator = np.random.default_rng(seed)
     file = REAL_LENGTHS / f"{name}.npz"
@@ -79,7 +75,7 @@ def rollouts(name: str, *, groups: int, size: int, seed: int, longest: int = 16_
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_costs_are_those_of_nodes_computed_once(seed: int) -> None:
+def test_costs_are_those_of_nodes_computed_once(seed):
     generator = np.random.default_rng(seed)
     forest = random_forest(generator, num_samples=int(generator.integers(1, 14)))
     cost_model = CostModel(linear=7, quadratic=2, windows=((4, 3),), per_microbatch=5)
@@ -92,7 +88,7 @@ def test_costs_are_those_of_nodes_computed_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_plan_beats_the_bound(seed: int) -> None:
+def test_no_plan_beats_the_bound(seed):
     """Every assignment of up to six samples to two ranks of one or two micro-batches."""
     generator = np.random.default_rng(100 + seed)
     forest = random_forest(generator, num_samples=int(generator.integers(2, 7)))
@@ -114,7 +110,7 @@ def test_no_plan_beats_the_bound(seed: int) -> None:
 @pytest.mark.parametrize("objective", ["step", "microbatch"])
 @pytest.mark.parametrize(("groups", "ranks"), [(32, 8), (64, 32)])
 @pytest.mark.parametrize("name", ["gsm8k_sft", "azure_conv", "servegen_mlarge", "alpaca_eval", "reasoning_gym"])
-def test_pieces_are_near_the_bound(name: str, groups: int, ranks: int, objective: str) -> None:
+def test_pieces_are_near_the_bound(name, groups, ranks, objective):
     prompts, lengths, group_of = rollouts(name, groups=groups, size=8, seed=1)
     forest = Forest.from_prompts(lengths, prompt_tokens=prompts, groups=group_of)
     schedule = plan(forest, Topology(ranks), cap=16_384, objective=objective)
@@ -126,7 +122,7 @@ def test_pieces_are_near_the_bound(name: str, groups: int, ranks: int, objective
 
 
 @pytest.mark.parametrize("systems", [1, 4])
-def test_three_levels_are_near_the_bound(systems: int) -> None:
+def test_three_levels_are_near_the_bound(systems):
     """A system prompt above the groups: its ranks hold it once, and groups are not cut where others are whole."""
     prompts, lengths, group_of = rollouts("azure_conv", groups=64, size=8, seed=2, longest=14_000)
     tokens = np.concatenate([np.full(systems, 1500), prompts[::8], lengths - prompts])
@@ -142,7 +138,7 @@ def test_three_levels_are_near_the_bound(systems: int) -> None:
     [Topology(8, ep_size=4), Topology(8, tp_size=2, sequence_parallel=True), Topology(4, pp_size=2)],
     ids=["experts", "sequence parallel", "pipeline"],
 )
-def test_sharing_never_loses(topology: Topology) -> None:
+def test_sharing_never_loses(topology):
     prompts, lengths, group_of = rollouts("servegen_mlarge", groups=16, size=8, seed=3)
     cost_model = CostModel(linear=26_396, quadratic=1, expert_linear=9_000, per_microbatch=128 * 26_396)
     forest = Forest.from_prompts(lengths, prompt_tokens=prompts, groups=group_of)
@@ -153,7 +149,7 @@ def test_sharing_never_loses(topology: Topology) -> None:
     assert plan(nothing, topology, cap=8_192, cost_model=cost_model).predicted_cost <= alone.predicted_cost
 
 
-def test_a_large_batch_is_poured_alike_everywhere() -> None:
+def test_a_large_batch_is_poured_alike_everywhere():
     prompts, lengths, group_of = rollouts("azure_conv", groups=1024, size=8, seed=4)
     schedules = [
         plan(Forest.from_prompts(lengths, prompt_tokens=prompts, groups=ids), Topology(64), cap=16_384)
@@ -174,7 +170,7 @@ def test_a_large_batch_is_poured_alike_everywhere() -> None:
         ({"num_segments": [1, 1, 1]}, "num_segments does not go with forest"),
     ],
 )
-def test_what_does_not_go_with_a_forest_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_with_a_forest_is_named(arguments, message):
     forest = Forest.from_prompts([7, 5, 4], prompt_tokens=[3, 3, 0], groups=["a", "a", "b"])
     defaults = {"cost_model": CostModel.tokens(), "topology": Topology(2), "limits": Limits(16), "lengths": [7, 5, 4]}
     with pytest.raises(BalanceError, match=message):
@@ -190,12 +186,12 @@ def test_what_does_not_go_with_a_forest_is_named(arguments: dict[str, Any], mess
         (([3, -4], [-1, 0], [1]), r"node_tokens\[1\] is -4"),
     ],
 )
-def test_a_wrong_forest_is_named(nodes: tuple[Any, ...], message: str) -> None:
+def test_a_wrong_forest_is_named(nodes, message):
     with pytest.raises(BalanceError, match=message):
         Forest.from_nodes(*nodes)
 
 
-def test_an_empty_batch_and_over_long_samples() -> None:
+def test_an_empty_batch_and_over_long_samples():
     empty = Forest.from_nodes([], [], [])
     assert plan(empty, Topology(2), cap=8).ranks == (((),), ((),))
     forest = Forest.from_prompts([20, 20, 6], prompt_tokens=[5, 5, 5], groups=[0, 0, 0])

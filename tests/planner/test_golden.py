@@ -101,7 +101,7 @@ def test_sizes_planned_by_a_devices_rates_are_no_slower_than_by_flops(
     by_rates = replace(by_rates, per_microbatch=launches)
     lengths = draw(lengths_of, count=count, longest=cap * cp_size, seed=0, real=False)
 
-    def seconds(cost_model: CostModel) -> int:
+    def seconds(cost_model):
         schedule = build_data_schedule(lengths, cost_model=cost_model, topology=topology, limits=Limits(cap))
         return schedule.metrics(cost_model=by_rates).predicted_cost
 

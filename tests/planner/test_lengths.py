@@ -1,12 +1,8 @@
 """Length files of every kind, and the named synthetic distributions."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from megatron_balance.lengths import MAX_LENGTH, SYNTHETIC_LENGTHS, read_lengths
 LENGTHS = [512, 7, 0, 32768, 7]
 
 
-def write(file: Path, content: Any) -> Path:
+def write(file, content):
     """Text, bytes, an array or several by name; a list is the column `length` of a parquet table."""
     if isinstance(content, str):
         file.write_text(content, encoding="utf-8")
@@ -33,7 +29,7 @@ def write(file: Path, content: Any) -> Path:
     return file
 
 
-CONTENTS: dict[str, Any] = {
+CONTENTS = {
     ".npy": np.array(LENGTHS, dtype=np.int32),
     ".npz": {"length": np.array(LENGTHS), "prompt": np.zeros(len(LENGTHS), dtype=np.int64)},
     ".jsonl": "".join(json.dumps({"id": 1, "length": n}) + "\n" for n in LENGTHS),
@@ -43,7 +39,7 @@ CONTENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("suffix", CONTENTS)
-def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffix: str) -> None:
+def test_every_format_gives_the_same_lengths_in_file_order(tmp_path, suffix):
     file = write(tmp_path / f"lengths{suffix}", CONTENTS[suffix])
     lengths = read_lengths(file)
     assert lengths.dtype == np.int64
@@ -60,11 +56,11 @@ def test_every_format_gives_the_same_lengths_in_file_order(tmp_path: Path, suffi
         ("upper.TXT", " 512 \n7"),
     ],
 )
-def test_accepted_spellings(tmp_path: Path, name: str, text: str) -> None:
+def test_accepted_spellings(tmp_path, name, text):
     assert read_lengths(write(tmp_path / name, text)).tolist() == [512, 7]
 
 
-def test_key_chooses_array_column_and_field(tmp_path: Path) -> None:
+def test_key_chooses_array_column_and_field(tmp_path):
     np.savez(tmp_path / "one.npz", anything=np.array([3.0, 4.0]))
     assert read_lengths(tmp_path / "one.npz").tolist() == [3, 4]
     np.savez(tmp_path / "a.npz", prompt=np.array([1, 2]), response=np.array([3, 4]))
@@ -76,19 +72,19 @@ def test_key_chooses_array_column_and_field(tmp_path: Path) -> None:
     assert read_lengths(write(tmp_path / "a.jsonl", '{"r": 3, "length": 1}\n'), key="r").tolist() == [3]
 
 
-def index_of(sequences: list[int], bounds: list[int], *, version: int = 1) -> bytes:
+def index_of(sequences, bounds, *, version=1):
     """As Megatron's IndexedDatasetBuilder writes it (test_compare.py reads one that it wrote)."""
     places = np.zeros(len(sequences), dtype="<i8")
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, 4, len(sequences), len(bounds))
     return header + np.array(sequences, "<i4").tobytes() + places.tobytes() + np.array(bounds, "<i8").tobytes()
 
 
-def test_sequences_of_an_index_are_the_documents_of_gptdataset(tmp_path: Path) -> None:
+def test_sequences_of_an_index_are_the_documents_of_gptdataset(tmp_path):
     (tmp_path / "corpus.idx").write_bytes(index_of([3, 4, 0, 9], [0, 2, 3, 4, 4]))
     assert read_lengths(tmp_path / "corpus").tolist() == [3, 4, 0, 9]  # its prefix
 
 
-def test_rows_lists_of_tokens_and_packed_files(tmp_path: Path) -> None:
+def test_rows_lists_of_tokens_and_packed_files(tmp_path):
     rows = read_rows(write(tmp_path / "rows.jsonl", '[3, 4]\n{"length": [5]}\n{"input_ids": [7, 7, 7, 7, 7, 7]}\n8\n'))
     assert (rows.lengths.tolist(), rows.counts.tolist()) == ([3, 4, 5, 6, 8], [2, 1, 1, 1])
     counted = write(tmp_path / "a.jsonl", '{"tokens": [1, 2]}\n{"tokens": [3]}\n')
@@ -140,9 +136,7 @@ def test_rows_lists_of_tokens_and_packed_files(tmp_path: Path) -> None:
         ("a.idx", index_of([1], [0, 1])[:18] + struct.pack("<QQ", 2**62, 2**62), ["is cut off"]),
     ],
 )
-def test_a_wrong_file_is_named_with_place_value_and_remedy(
-    tmp_path: Path, name: str, content: Any, said: list[str]
-) -> None:
+def test_a_wrong_file_is_named_with_place_value_and_remedy(tmp_path, name, content, said):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     with pytest.raises(BalanceError) as caught:
@@ -152,12 +146,12 @@ def test_a_wrong_file_is_named_with_place_value_and_remedy(
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.idx"])
-def test_a_key_without_names_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_key_without_names_is_refused(tmp_path, name):
     with pytest.raises(BalanceError, match="leave out --key"):
         read_lengths(write(tmp_path / name, "1\n"), key="length")
 
 
-def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
+def test_a_file_that_is_none_or_something_else(tmp_path):
     with pytest.raises(BalanceError, match=r"none\.npy cannot be read as \.npy: No such file"):
         read_lengths(tmp_path / "none.npy")
     (tmp_path / "folder.txt").mkdir()
@@ -166,7 +160,7 @@ def test_a_file_that_is_none_or_something_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SYNTHETIC_LENGTHS)
-def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> None:
+def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name):
     mixture = SYNTHETIC_LENGTHS[name]
     lengths = synthetic_lengths(name, num_samples=5000, seed=3)
     assert lengths.dtype == np.int64
@@ -178,7 +172,7 @@ def test_synthetic_lengths_stay_inside_their_bounds_and_repeat(name: str) -> Non
     assert sum(weight for weight, _, _ in mixture["components"]) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_synthetic_lengths_have_the_published_mean() -> None:
+def test_synthetic_lengths_have_the_published_mean():
     # Means of the real sets, tokens; the fit is within a few per cent, the draw within one.
     for name, mean in {"gsm8k_sft": 157.6, "alpaca_eval": 362.6, "servegen_mlarge": 1072.5}.items():
         assert synthetic_lengths(name, num_samples=50000).mean() == pytest.approx(mean, rel=0.04)
@@ -192,6 +186,6 @@ def test_synthetic_lengths_have_the_published_mean() -> None:
         ("gsm8k_sft", 5, -1, "seed is -1"),
     ],
 )
-def test_wrong_synthetic_request(name: str, num_samples: int, seed: int, said: str) -> None:
+def test_wrong_synthetic_request(name, num_samples, seed, said):
     with pytest.raises(BalanceError, match=said):
         synthetic_lengths(name, num_samples=num_samples, seed=seed)

@@ -5,7 +5,6 @@ Karmarkar-Karp for micro-batches and for ranks is R35, under the cap; groups tha
 
 from dataclasses import replace
 from itertools import chain, combinations, pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -264,7 +263,7 @@ def test_a_sample_without_segments_is_placed_and_over_long_is_a_matter_of_the_su
 
 
 @pytest.mark.parametrize("topology", [Topology(4), Topology(2, cp_size=2, dynamic_cp=True), Topology(4, pp_size=2)])
-def test_samples_that_belong_together_share_a_micro_batch(topology: Topology) -> None:
+def test_samples_that_belong_together_share_a_micro_batch(topology):
     lengths = np.random.default_rng(0).integers(16, 900, 64)
     arguments = {"cost_model": CostModel.tokens(), "topology": topology, "limits": Limits(2048)}
     pairs, homes = [f"pair {index // 2}" for index in range(64)], np.arange(64) % topology.dp_size
@@ -281,7 +280,7 @@ def test_samples_that_belong_together_share_a_micro_batch(topology: Topology) ->
         ({"together": [0, 0]}, "together has 2 ids"),
     ],
 )
-def test_what_cannot_stay_together_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_stay_together_is_named(arguments, message):
     defaults = {"cost_model": CostModel.tokens(), "topology": Topology(2), "limits": Limits(16), "together": [0, 0, 1]}
     with pytest.raises(BalanceError, match=message):
         build_data_schedule([7, 5, 4], **{**defaults, **arguments})

@@ -1,20 +1,17 @@
 """A recorded run reads back as it was, also where it was cut short."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from recorded_runs import planned_step, record_writers, run_info, step_of, write_record
 
 from megatron_balance import CostModel, Topology
-from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord, read_record
+from megatron_balance.record import RecordThread, RecordWriter, StepRecord, read_record
 from megatron_balance.record.writing import MAX_WAITING
 
 INFO = run_info(
@@ -25,7 +22,7 @@ INFO = run_info(
 DYNAMIC = run_info(Topology(3, cp_size=2, dynamic_cp=True))
 
 
-def write_steps(folder: Path, info: RunInfo, *, first: int, num_steps: int, resume: bool) -> None:
+def write_steps(folder, info, *, first, num_steps, resume):
     """As a run started at step `first` writes them; its seconds are all `first`, which tells runs apart."""
     with record_writers(folder, info, num_ranks=info.topology.dp_size, resume=resume) as ranks:
         for iteration in range(first, first + num_steps):
@@ -35,7 +32,7 @@ def write_steps(folder: Path, info: RunInfo, *, first: int, num_steps: int, resu
                 rank.add_seconds(iteration, seconds=np.full(step.num_microbatches, float(first)))
 
 
-def assert_same(ours: StepRecord, theirs: StepRecord) -> None:
+def assert_same(ours, theirs):
     for field in fields(StepRecord):
         both = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name == "seconds":  # nine digits are written
@@ -45,7 +42,7 @@ def assert_same(ours: StepRecord, theirs: StepRecord) -> None:
 
 
 @pytest.mark.parametrize("info", [INFO, DYNAMIC], ids=["one size", "sizes of micro-batches"])
-def test_what_was_written_reads_back(tmp_path: Path, info: RunInfo) -> None:
+def test_what_was_written_reads_back(tmp_path, info):
     steps = write_record(tmp_path, info, num_samples=21, most_segments=3)
     record = read_record(tmp_path)
     assert record.info == info
@@ -53,7 +50,7 @@ def test_what_was_written_reads_back(tmp_path: Path, info: RunInfo) -> None:
         assert_same(ours, theirs)
 
 
-def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
+def test_images_count_when_a_record_is_read(tmp_path):
     info = run_info(cost_model=CostModel(linear=1, image_linear=5, image_quadratic=1))
     written = step_of(info, [100, 200, 300, 400], image_patches=[[], [16], [4, 64], [1]])
     with record_writers(tmp_path, info, num_ranks=1) as (writer,):
@@ -63,7 +60,7 @@ def test_images_count_when_a_record_is_read(tmp_path: Path) -> None:
     assert step.costs.sum() == 1000 + 5 * 85 + 16**2 + 4**2 + 64**2 + 1
 
 
-def test_a_killed_run_loses_at_most_its_last_line(tmp_path: Path) -> None:
+def test_a_killed_run_loses_at_most_its_last_line(tmp_path):
     """SIGKILL in the middle of writing, many times: every step that `add` returned for is read back."""
     script = (
         "import sys; from test_record import INFO, RecordWriter, planned_step, replace\n"
@@ -89,11 +86,9 @@ def test_a_killed_run_loses_at_most_its_last_line(tmp_path: Path) -> None:
         assert len(iterations) <= confirmed + 1
 
 
-def test_lines_that_a_disk_does_not_take_are_dropped_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_a_disk_does_not_take_are_dropped_and_counted(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "seconds_rank00001.jsonl")  # nobody reads it: who opens it hangs
-    warnings: list[str] = []
+    warnings = []
     thread = RecordThread(lambda: RecordWriter(tmp_path, rank=1), warn=warnings.append)
     for iteration in range(MAX_WAITING + 4):
         thread.add(partial(RecordWriter.add_seconds, iteration=iteration, seconds=np.zeros(2)))
@@ -106,7 +101,7 @@ def test_lines_that_a_disk_does_not_take_are_dropped_and_counted(
     ]
 
 
-def test_the_beginning_of_a_line_is_left_out_and_written_over(tmp_path: Path) -> None:
+def test_the_beginning_of_a_line_is_left_out_and_written_over(tmp_path):
     steps = write_record(tmp_path, INFO, num_steps=4)
     for path in tmp_path.glob("*.jsonl"):
         path.write_bytes(path.read_bytes()[:-20])
@@ -122,7 +117,7 @@ def test_the_beginning_of_a_line_is_left_out_and_written_over(tmp_path: Path) ->
     assert [np.isnan(rank).all() for rank in read_record(tmp_path).steps[1].seconds] == [False, False, True, False]
 
 
-def test_a_resumed_run_goes_on_with_the_record_and_a_new_one_replaces_it(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_record_and_a_new_one_replaces_it(tmp_path):
     write_steps(tmp_path, INFO, first=1, num_steps=5, resume=False)
     write_steps(tmp_path, INFO, first=4, num_steps=4, resume=True)  # from the checkpoint after step 3
     steps = read_record(tmp_path).steps
@@ -133,7 +128,7 @@ def test_a_resumed_run_goes_on_with_the_record_and_a_new_one_replaces_it(tmp_pat
     assert [step.iteration for step in read_record(tmp_path).steps] == [1, 2]
 
 
-def test_what_other_ranks_recorded_before_a_resume_is_not_read(tmp_path: Path) -> None:
+def test_what_other_ranks_recorded_before_a_resume_is_not_read(tmp_path):
     two = run_info(Topology(2, cp_size=2, pp_size=2))
     for first, info in ((1, INFO), (3, INFO), (4, two), (6, two)):
         write_steps(tmp_path, info, first=first, num_steps=2, resume=True)

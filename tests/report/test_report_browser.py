@@ -1,10 +1,6 @@
 """The page in Chromium without a window, as Debian packages it: readable wide and narrow, light and dark."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +12,7 @@ from megatron_balance.cli import main
 pytest.importorskip("jinja2")
 pytest.importorskip("selenium")
 if TYPE_CHECKING:
-    from selenium.webdriver import Chrome
+    pass
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -25,7 +21,7 @@ FLAGS = (
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+def browser(tmp_path_factory):
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
         pytest.skip("needs Debian's chromium and chromium-driver: .ci/install_chromium")
@@ -34,7 +30,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
     options = ChromeOptions()
     options.binary_location = chromium
-    profile: Path = tmp_path_factory.mktemp("chromium")
+    profile = tmp_path_factory.mktemp("chromium")
     for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -44,13 +40,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     chrome.quit()
 
 
-def page_of(folder: Path) -> Path:
+def page_of(folder):
     page = folder / "page.html"
     assert main(["report", str(folder / "record"), "--out", str(page)]) == 0
     return page
 
 
-def show(browser: Chrome, page: Path, *, width: int = 1280, scheme: str = "light") -> None:
+def show(browser, page, *, width=1280, scheme="light"):
     """Open the page, wait until it is drawn, and see that nothing was reported."""
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -65,7 +61,7 @@ def show(browser: Chrome, page: Path, *, width: int = 1280, scheme: str = "light
     assert browser.get_log("browser") == []
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     """Of a CSS colour `rgb(r, g, b)`, from 0 to 1, as WCAG defines it."""
     channels = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -73,7 +69,7 @@ def luminance(colour: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     write_record(folder / "record")
     return page_of(folder)
@@ -81,7 +77,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_page_is_readable(browser: Chrome, page: Path, width: int, scheme: str) -> None:
+def test_page_is_readable(browser, page, width, scheme):
     show(browser, page, width=width, scheme=scheme)
     # Nothing sticks out sideways, and every chart holds something.
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -102,7 +98,7 @@ def test_page_is_readable(browser: Chrome, page: Path, width: int, scheme: str) 
         assert (max(front, back) + 0.05) / (min(front, back) + 0.05) >= least, selector
 
 
-def test_a_plan_without_seconds(browser: Chrome, tmp_path: Path) -> None:
+def test_a_plan_without_seconds(browser, tmp_path):
     info = run_info(Topology(8, pp_size=4), objective="pipeline")
     write_record(tmp_path / "record", info, num_steps=2, measured=False)
     show(browser, page_of(tmp_path))
@@ -114,7 +110,7 @@ def test_a_plan_without_seconds(browser: Chrome, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_of_64_ranks(browser: Chrome, tmp_path: Path) -> None:
+def test_a_thousand_steps_of_64_ranks(browser, tmp_path):
     write_record(tmp_path / "record", run_info(Topology(64)), num_steps=1000, num_samples=512, num_plans=20)
     page = page_of(tmp_path)
     assert page.stat().st_size < 1_500_000

@@ -1,11 +1,7 @@
 """`megatron-balance report`: its page holds the figures of the record; wrong input is told in one line."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,23 +15,23 @@ from megatron_balance.report import run_figures
 pytest.importorskip("jinja2")
 
 
-def report(folder: Path, *arguments: object) -> str:
+def report(folder, *arguments):
     page = folder / "page.html"
     assert main(["report", *map(str, arguments), "--out", str(page)]) == 0
     return page.read_text(encoding="utf-8")
 
 
-def data_of(page: str, name: str) -> Any:
+def data_of(page, name):
     """What the script of the page draws."""
     (text,) = re.findall(rf'<script type="application/json" id="{name}">(.*?)</script>', page)
     return json.loads(text)
 
 
-def over_mean(of_ranks: np.ndarray) -> float:
+def over_mean(of_ranks):
     return float(of_ranks.max() / of_ranks.mean())
 
 
-def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
+def test_the_table_holds_what_was_planned_and_measured(tmp_path):
     """In stock every rank runs what it has loaded, twelve neighbours, one a micro-batch."""
     steps = write_record(tmp_path / "record")
     page = report(tmp_path, tmp_path / "record")
@@ -52,13 +48,13 @@ def test_the_table_holds_what_was_planned_and_measured(tmp_path: Path) -> None:
     assert re.findall(r'<dd class="value">(.*?)</dd>', page)[0] == f"{speed_up:.2f}×"
 
 
-def row_of(page: str, name: str) -> list[str]:
+def row_of(page, name):
     row = re.search(rf'<th scope="row">{re.escape(name)}</th>(.*?)</tr>', page)
     assert row is not None
     return re.findall(r"<td>(.*?)</td>", row[1])
 
 
-def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
+def test_waiting_that_no_plan_removes_is_shown(tmp_path):
     """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
     info = run_info(cost_model=CostModel(linear=1))
     with record_writers(tmp_path / "record", info, num_ranks=1) as (writer,):
@@ -69,7 +65,7 @@ def test_waiting_that_no_plan_removes_is_shown(tmp_path: Path) -> None:
     assert "Under stock" not in page
 
 
-def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path: Path) -> None:
+def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path):
     """1e18 units of cost are a second of the whole model, of which each of two stages takes half."""
     cost = {"cost_model": CostModel(linear=10**15), "cost_name": "seconds", "objective": "pipeline"}
     info = run_info(Topology(1, pp_size=2), **cost)
@@ -79,7 +75,7 @@ def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path: Path) -> None:
     assert figures.planned.times[0] == pytest.approx(1.0)  # a micro-batch passes both stages
 
 
-def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path: Path) -> None:
+def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path):
     """CP 2: what two ranks receive of one another counts as far as attention does not hide it: of the short sample."""
     cost_model = CostModel(linear=1000, quadratic=1, cp_exchange=1000)
     info = run_info(Topology(1, cp_size=2, dynamic_cp=True), cost_model=cost_model, limits=Limits(4096))
@@ -90,7 +86,7 @@ def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path: Path) -> N
     assert one == pytest.approx((long + short) / 2)
 
 
-def test_a_slow_rank_is_named_by_its_seconds_over_what_its_plan_costs(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_by_its_seconds_over_what_its_plan_costs(tmp_path):
     """Rank 2 takes a fifth longer for every micro-batch, whatever it was given."""
     info = run_info(Topology(4))
     write_record(tmp_path / "record", info, num_steps=9)
@@ -107,7 +103,7 @@ def test_a_slow_rank_is_named_by_its_seconds_over_what_its_plan_costs(tmp_path: 
     assert "slowest rank for its work" not in page
 
 
-def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> None:
+def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path):
     topology, environment = Topology(4, tp_size=2), {"attention_rate": 0.5}
     steps = write_record(tmp_path / "record", run_info(topology, environment=environment), num_steps=3)
     assert main(["report", str(tmp_path / "record"), "--peak", "0.001", "--out", str(tmp_path / "page.html")]) == 0
@@ -121,7 +117,7 @@ def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path: Path) -> Non
     assert float(measured.rstrip("%")) == pytest.approx(100 * flops / (seconds * 8 * 1e9), abs=0.06)
 
 
-def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path: Path) -> None:
+def test_the_page_is_whole_in_one_file_and_texts_of_the_run_stay_texts(tmp_path):
     harm = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     environment = {"device": harm, "clock": harm, "versions": {harm: harm}}
     write_record(tmp_path / "record", run_info(policy=harm, cost_name=harm, environment=environment))
@@ -153,7 +149,7 @@ DYNAMIC = run_info(
     ],
     ids=["step", "microbatch", "pipeline", "dynamic sizes"],
 )
-def test_timelines_hold_every_micro_batch_with_its_samples(info: Any, measured: bool, tmp_path: Path) -> None:
+def test_timelines_hold_every_micro_batch_with_its_samples(info, measured, tmp_path):
     steps = write_record(tmp_path / "record", info, num_steps=3, measured=measured)
     page = report(tmp_path, tmp_path / "record")
     assert ("measured</th>" in page) == ('id="fit"' in page) == measured
@@ -175,7 +171,7 @@ def test_timelines_hold_every_micro_batch_with_its_samples(info: Any, measured: 
             np.testing.assert_allclose((ends - starts) * shown["tick"], step.seconds, atol=1.5 * shown["tick"])
 
 
-def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
+def test_a_step_that_was_not_measured_is_a_gap(tmp_path):
     write_record(tmp_path / "record", num_steps=9)
     seconds = tmp_path / "record" / "seconds_rank00001.jsonl"
     seconds.write_text("".join(seconds.read_text().splitlines(keepends=True)[:7]))
@@ -187,7 +183,7 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path: Path) -> None:
     assert [value is None for value in measured["y"]] == [False] * 7 + [True] * 2
 
 
-def test_what_is_no_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_record_is_named(tmp_path, capsys):
     assert main(["report", "missing.json", "--out", str(tmp_path / "page.html")]) == 2
     assert "'missing.json' is neither a run record nor a file of compare --json" in capsys.readouterr().err
     assert main(["report", "missing.json", "--peak", "0", "--out", str(tmp_path / "page.html")]) == 2

@@ -1,9 +1,6 @@
 """Cases on gloo ranks, each on ranks of its own."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 from gloo_ranks import run_ranks
@@ -13,6 +10,6 @@ CASES = ("exchange_cases", "loop_cases", "device_cases", *HOOKED)
 
 
 @pytest.fixture(scope="session")
-def run_cases() -> Any:
+def run_cases():
     """`run_ranks` for cases of this folder; tests cannot import this file where another conftest.py is loaded too."""
     return partial(run_ranks, imports=CASES)

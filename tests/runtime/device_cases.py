@@ -3,11 +3,8 @@
 It is for a world of its own: the double stays in place.
 """
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,64 +24,64 @@ DEVICE = 3
 class Device:
     """Stands for CUDA: it records, and marks the storages that were pinned."""
 
-    def __init__(self) -> None:
-        self.events: Events = []
+    def __init__(self):
+        self.events = []
         self.training = threading.current_thread()
         device = self
 
         stock_empty = torch.empty
 
-        def empty(*shape: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+        def empty(*shape, pin_memory=False, **keywords):
             made = stock_empty(*shape, **keywords)
             if pin_memory:
                 device.note("pin")
-                made.untyped_storage().is_of_device = True  # type: ignore[attr-defined]
+                made.untyped_storage().is_of_device = True
             return made
 
         class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
+            def __init__(self, enable_timing=False):
                 self.timing = enable_timing
 
-            def record(self, *_: Any) -> None:
+            def record(self, *_):
                 device.note("event" if self.timing else "mark")
 
-            def query(self) -> bool:
+            def query(self):
                 return True
 
-            def elapsed_time(self, other: Any) -> float:
+            def elapsed_time(self, other):
                 return 1.0 + dist.get_rank()
 
-            def synchronize(self) -> None:
+            def synchronize(self):
                 device.note("wait")
 
         class Stream:
-            def wait_event(self, event: Event) -> None:
+            def wait_event(self, event):
                 device.note("follow")
 
         torch.cuda.is_available = lambda: True
         torch.cuda.get_device_name = lambda *_: "a double"
-        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(total_memory=2**36)  # type: ignore[assignment]
+        torch.cuda.get_device_properties = lambda *_: SimpleNamespace(total_memory=2**36)
         torch.cuda.current_device = lambda: DEVICE
-        torch.cuda.set_device = lambda index: device.note(f"device {index}")  # type: ignore[assignment]
-        torch.cuda.Stream = Stream  # type: ignore[misc, assignment]
-        torch.cuda.current_stream = lambda *_: Stream()  # type: ignore[assignment, return-value]
+        torch.cuda.set_device = lambda index: device.note(f"device {index}")
+        torch.cuda.Stream = Stream
+        torch.cuda.current_stream = lambda *_: Stream()
         torch.cuda.set_stream = lambda stream: device.note("stream")
         torch.cuda.synchronize = lambda *_: device.note("wait")
-        torch.cuda.Event = Event  # type: ignore[misc, assignment]
-        torch.empty = empty  # type: ignore[assignment]
+        torch.cuda.Event = Event
+        torch.empty = empty
 
-    def note(self, name: str) -> None:
+    def note(self, name):
         self.events.append((name, "training" if threading.current_thread() is self.training else "beside"))
 
 
 class Noted(Items):
     """Items that note each pull."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device):
         super().__init__(0)
         self.device, self.ahead = device, threading.Event()
 
-    def __next__(self) -> Any:
+    def __next__(self):
         self.device.note("pull")
         item = super().__next__()
         if threading.current_thread() is not self.device.training:
@@ -92,19 +89,19 @@ class Noted(Items):
         return item
 
 
-def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], list[dict[str, Any]]]:
+def steps_on_device(*, num_steps, overlap):
     """What happened in each step, and what each of its micro-batches was."""
     device = Device()
     items = Noted(device)
-    packs: list[dict[str, Any]] = []
+    packs = []
 
-    def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> None:
+    def schedule(*, forward_step_func, data_iterator, model, num_microbatches, **_):
         if overlap and items.pulled > 2:  # the next step is prepared while this one runs: a loop without would hang
             assert items.ahead.wait(timeout=30), "the next step's items were not pulled while this one ran"
         for number in range(num_microbatches):
             forward(forward_step_func, data_iterator, model[0], number)
 
-    def forward_step(data_iterator: Any, model: Any) -> None:
+    def forward_step(data_iterator, model):
         device.note("forward")
         pack = next(data_iterator)
         pinned = {name: getattr(pack[name].untyped_storage(), "is_of_device", False) for name in KEYS}
@@ -112,7 +109,7 @@ def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], lis
 
     flags = () if overlap else ("--no-balance-overlap",)
     run = balanced(flags=flags, schedule=schedule, forward_step=forward_step, device="cuda", log_interval=1000)
-    steps: list[Events] = []
+    steps = []
     for _ in range(num_steps):
         items.ahead.clear()
         device.events = []
@@ -121,7 +118,7 @@ def steps_on_device(*, num_steps: int, overlap: bool) -> tuple[list[Events], lis
     return steps, packs
 
 
-def watched_steps(*, folder: str) -> list[dict[str, float]]:
+def watched_steps(*, folder):
     """The figures of six steps; an evaluation comes after the second, and the fourth is run again.
 
     Each pass of a micro-batch takes this rank's number of milliseconds, counted from 1.
@@ -129,12 +126,12 @@ def watched_steps(*, folder: str) -> list[dict[str, float]]:
     from megatron.core.pipeline_parallel import schedules
 
     Device()
-    schedules.backward_step = lambda: None  # type: ignore[assignment]
+    schedules.backward_step = lambda: None
 
-    def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> None:
+    def schedule(*, forward_step_func, data_iterator, model, num_microbatches, **_):
         for number in range(num_microbatches):
             forward(forward_step_func, data_iterator, model[0], number)
-            schedules.backward_step()  # type: ignore[call-arg]
+            schedules.backward_step()
 
     flags = ("--balance-record", folder)
     run = balanced(

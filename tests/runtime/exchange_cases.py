@@ -1,12 +1,8 @@
 """Exchanges that each rank of a test world runs. Arguments and results are plain values: they pass through a pipe."""
 
-from __future__ import annotations
-
 import hashlib
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,19 +19,19 @@ from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import hash_chains
 
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
-DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
+DTYPES = tuple(getattr(torch, name) for name in _NAMES.split())
 
 Rng = np.random.Generator
 
 
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, rng: Rng) -> torch.Tensor:
+def random_bits(shape, dtype, rng):
     """Any bits, NaN payloads among them: what arrives is compared as bits."""
     nbytes = int(np.prod(shape)) * dtype.itemsize
     data = rng.integers(0, 2 if dtype is torch.bool else 256, size=nbytes, dtype=np.uint8)
     return torch.from_numpy(data).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
-def sample_of(length: int, rng: Rng) -> Sample:
+def sample_of(length, rng):
     """Keys of every dtype, of shapes of their own; some samples have no image, some several, of several patches."""
     per_token = {f"t_{dtype}": random_bits((length,), dtype, rng) for dtype in DTYPES}
     per_token["t_matrix"] = random_bits((length, 3, 2), torch.bfloat16, rng)
@@ -53,7 +49,7 @@ def sample_of(length: int, rng: Rng) -> Sample:
     return Sample(per_token, per_sample=per_sample, ragged=ragged)
 
 
-def checksum(sample: Sample) -> str:
+def checksum(sample):
     """Of keys, dtypes, shapes and bits."""
     digest = hashlib.sha256()
     for name, tensor in sorted(sample.tensors.items()):
@@ -63,12 +59,12 @@ def checksum(sample: Sample) -> str:
     return digest.hexdigest()
 
 
-def world() -> dist.ProcessGroup:
+def world():
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def expect_error(call: Callable[[], Any]) -> str:
+def expect_error(call):
     """The message of the BalanceError."""
     try:
         call()
@@ -77,21 +73,14 @@ def expect_error(call: Callable[[], Any]) -> str:
     raise AssertionError("no BalanceError")
 
 
-def reroute(
-    lengths: list[list[int]],
-    destinations: list[int],
-    *,
-    copies: list[int] | None = None,
-    ranks: list[int] | None = None,
-    seed: int = 0,
-) -> list[int] | None:
+def reroute(lengths, destinations, *, copies=None, ranks=None, seed=0):
     """Every sample arrives at its destination, once, with equal bits: the samples of this rank.
 
     `lengths` is a list for each rank. All ranks draw all samples from one seed, so that each knows what it must get.
     `copies` are the samples that go to the destinations, by default each once; `ranks` a group of some, None outside
     of it.
     """
-    group: Any = dist.new_group(ranks) if ranks else world()
+    group = dist.new_group(ranks) if ranks else world()
     if ranks and dist.get_rank() not in ranks:
         return None
     rng = np.random.default_rng(seed)
@@ -114,7 +103,7 @@ def reroute(
     return ids.tolist()
 
 
-def reroute_random(count: int) -> int:
+def reroute_random(count):
     """Exchanges of drawn lengths and destinations: the samples that arrived here.
 
     Among them one without samples, one without tokens, and one in which nothing moves.
@@ -123,7 +112,7 @@ def reroute_random(count: int) -> int:
     for seed in range(count):
         rng = np.random.default_rng(seed)
         numbers = rng.integers(0, 7, size=num_ranks) if seed else [0] * num_ranks
-        lengths: list[list[int]] = [rng.integers(0, 1 if seed == 1 else 80, size=n).tolist() for n in numbers]
+        lengths = [rng.integers(0, 1 if seed == 1 else 80, size=n).tolist() for n in numbers]
         destinations = rng.integers(0, num_ranks, size=sum(map(len, lengths))).tolist()
         if seed == 2:
             destinations = [rank for rank, of_rank in enumerate(lengths) for _ in of_rank]
@@ -131,7 +120,7 @@ def reroute_random(count: int) -> int:
     return arrived
 
 
-def gather_many(num_samples: int, num_ragged: int) -> None:
+def gather_many(num_samples, num_ragged):
     """Many more values than one message holds, on rank 1 only."""
     group, keys = world(), [f"ragged_{number:04}" for number in range(num_ragged)]
     numbers = [num_samples if rank == 1 else 2 for rank in range(group.size())]
@@ -147,19 +136,19 @@ def gather_many(num_samples: int, num_ragged: int) -> None:
         header = Header(row_values=gathered.next_row_values)
 
 
-def exchanged_parts(*, collective: bool) -> list[int]:
+def exchanged_parts(*, collective):
     """What this rank receives where rank r sends n + 1 entries of value r to rank n, and none to itself."""
     group = world()
     rank, others = group.rank(), [other for other in range(group.size()) if other != group.rank()]
     send_sizes, receive_sizes = {other: other + 1 for other in others}, dict.fromkeys(others, rank + 1)
     send = torch.full((sum(send_sizes.values()),), rank)
     receive = torch.empty(sum(receive_sizes.values()), dtype=torch.int64)
-    words: dict[str, Any] = {"group": group, "operation": "numbers", "collective": collective}
+    words = {"group": group, "operation": "numbers", "collective": collective}
     exchange_parts(receive, send, receive_sizes=receive_sizes, send_sizes=send_sizes, **words)
     return receive.tolist()
 
 
-def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
+def gather_twice(numbers):
     """This rank's number of samples is another in each of two gathers; the room of the second, and its lengths."""
     group, header = world(), Header()
     for step in range(2):
@@ -170,7 +159,7 @@ def gather_twice(numbers: list[int]) -> tuple[int, list[int]]:
     return gathered.next_row_values, gathered.lengths.tolist()
 
 
-def message_after_a_later_timeout() -> tuple[str, bool] | None:
+def message_after_a_later_timeout():
     """Rank 0's error where rank 1 sends it no sample, where the timeout was shortened; whether it came at once."""
     group = dist.new_group(timeout=timedelta(seconds=60))
     gathered = gather_lengths(samples_of([Sample({"tokens": torch.arange(3)})] * group.rank()), group=group)
@@ -182,7 +171,7 @@ def message_after_a_later_timeout() -> tuple[str, bool] | None:
     return error, time.monotonic() - started < 30
 
 
-def share_in_replica(kinds: list[str]) -> str:
+def share_in_replica(kinds):
     """Each rank of a replica listens, has a problem, or a step with digest 7 or 8."""
     kind = kinds[dist.get_rank()]
     text, digest = ((lambda: f"step {'—' * 9000}"), int(kind)) if kind.isdigit() else (None, 0)
@@ -193,7 +182,7 @@ def share_in_replica(kinds: list[str]) -> str:
         return str(error)
 
 
-def one_rank_differs(kind: str) -> str:
+def one_rank_differs(kind):
     """The error of this rank where rank 1 has samples of another kind, failed, or was started otherwise."""
     group, usual = world(), {"tokens": torch.zeros(3, dtype=torch.int64), "loss_mask": torch.ones(3)}
     others = {
@@ -211,7 +200,7 @@ def one_rank_differs(kind: str) -> str:
     return expect_error(lambda: gather_lengths(samples_of([Sample(row) for row in rows]), group=group))
 
 
-def samples_of_other_lengths() -> str:
+def samples_of_other_lengths():
     group = world()
     samples, longer = (samples_of([Sample({"tokens": torch.arange(length)})]) for length in (4, 5))
     gathered = gather_lengths(samples, group=group)
@@ -219,16 +208,16 @@ def samples_of_other_lengths() -> str:
     return expect_error(lambda: reroute_samples(longer, destinations=stay, gathered=gathered, group=group))
 
 
-def neighbours_that_talk() -> list[tuple[str, int, int]]:
+def neighbours_that_talk():
     """The messages by which this rank connects to its neighbours in groups of 1, 2 and 4 ranks: kind, size, peer."""
     groups = {1: dist.new_group([dist.get_rank()], use_local_synchronization=True), 4: world()}
     pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
     groups[2] = pairs[dist.get_rank() // 2]
-    said: list[tuple[str, int, int]] = []
+    said = []
     stock = dist.isend, dist.irecv
 
-    def noted(kind: str, send: Callable[..., Any]) -> Callable[..., Any]:
-        def note(number: Any, *, group: Any, **peer: int) -> Any:
+    def noted(kind, send):
+        def note(number, *, group, **peer):
             said.append((kind, group.size(), next(iter(peer.values()))))
             return send(number, group=group, **peer)
 
@@ -242,7 +231,7 @@ def neighbours_that_talk() -> list[tuple[str, int, int]]:
     return said
 
 
-def responses(seed: int, *, groups: int, size: int) -> list[Sample]:
+def responses(seed, *, groups, size):
     """Groups of responses to prompts of any length, next tokens as labels, trained from the prompt's last token on."""
     rng, rows = np.random.default_rng(seed), []
     for _ in range(groups):
@@ -254,7 +243,7 @@ def responses(seed: int, *, groups: int, size: int) -> list[Sample]:
     return rows
 
 
-def forest_of_ranks(numbers: list[int]) -> list[list[int]]:
+def forest_of_ranks(numbers):
     """The forest that this rank builds where each has so many of the same twelve samples."""
     starts = np.cumsum([0, *numbers])
     mine = samples_of(responses(7, groups=4, size=3)[starts[dist.get_rank()] : starts[dist.get_rank() + 1]])
@@ -263,7 +252,7 @@ def forest_of_ranks(numbers: list[int]) -> list[list[int]]:
     return [forest.node_tokens.tolist(), forest.parent.tolist(), forest.node_of.tolist()]
 
 
-def hashing_fails_on_rank_1() -> str:
+def hashing_fails_on_rank_1():
     """The error of this rank."""
     chains = hash_chains(samples_of(responses(0, groups=1, size=2)))
     if dist.get_rank() == 1:

@@ -3,15 +3,11 @@
 Megatron's own schedule is a double that returns the micro-batches it is handed.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,9 +32,9 @@ LAYOUTS = {"dp": 1, "pp": 2, "pp4": 4}
 class Model(torch.nn.Module):
     """What a loop's model tells of itself."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, **config):
         super().__init__()
-        settings: dict[str, Any] = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, **config}
+        settings = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, **config}
         self.config = TransformerConfig(
             **settings,
             calculate_per_token_loss=True,
@@ -48,24 +44,22 @@ class Model(torch.nn.Module):
             pipeline_dtype=torch.float32,
         )
 
-    def set_input_tensor(self, tensors: Any) -> None:
+    def set_input_tensor(self, tensors):
         """Nothing is received."""
 
 
-def stock_schedule(
-    *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
-) -> list[Any]:
+def stock_schedule(*, forward_step_func, data_iterator, model, num_microbatches, **_):
     """Stands for Megatron's: what the forward step returns for each micro-batch."""
     return [forward(forward_step_func, data_iterator, model[0], number) for number in range(num_microbatches)]
 
 
-def forward(forward_step_func: Any, data_iterator: Any, model: Any, number: int) -> Any:
+def forward(forward_step_func, data_iterator, model, number):
     """What the forward step returns for a micro-batch, called by Megatron's own function, which numbers it."""
     from megatron.core.pipeline_parallel import schedules
 
-    results: list[Any] = []
+    results = []
 
-    def step(*inputs: Any) -> tuple[torch.Tensor, None]:
+    def step(*inputs):
         results.append(forward_step_func(*inputs))
         return torch.zeros(1), None
 
@@ -85,25 +79,17 @@ def forward(forward_step_func: Any, data_iterator: Any, model: Any, number: int)
 
 
 def balanced(
-    layout: str = "dp",
-    *,
-    flags: tuple[str, ...] = (),
-    cap: int = 16,
-    schedule: Any = stock_schedule,
-    forward_step: Any = None,
-    config: dict[str, Any] | None = None,
-    device: Literal["cpu", "cuda"] = "cpu",
-    **others: Any,
-) -> Any:
+    layout="dp", *, flags=(), cap=16, schedule=stock_schedule, forward_step=None, config=None, device="cpu", **others
+):
     """The steps of this rank in a layout, over `schedule` in place of Megatron's."""
     set_device_kind(device)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, LAYOUTS[layout], create_gloo_process_groups=False)
-    settings: dict[str, Any] = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
+    settings = {"cost": CostModel(linear=10, quadratic=1), "timeout": timedelta(minutes=2), **others}
     model = Model(**(config or {}))
     ours = balanced_schedule(schedule, model=model, max_tokens_per_gpu=cap, flags=flags, **settings)
 
-    def step(iterator: Any, *, num_items: int = NUM_ITEMS, forward_only: bool = False) -> list[Any]:
+    def step(iterator, *, num_items=NUM_ITEMS, forward_only=False):
         return ours(
             forward_step_func=forward_step or (lambda microbatches, model: next(microbatches)),
             data_iterator=iterator,
@@ -115,16 +101,16 @@ def balanced(
             forward_only=forward_only,
         )
 
-    step.ours = ours  # type: ignore[attr-defined]
+    step.ours = ours
     return step
 
 
-def length_of(number: int) -> int:
+def length_of(number):
     """Tokens of an item, so that steps differ in their lengths."""
     return 1 + number % 7
 
 
-def row(*lengths: int, first: int = 1) -> dict[str, torch.Tensor]:
+def row(*lengths, first=1):
     """Sequences of these lengths; all tokens of the n-th are `first + n`."""
     tokens = torch.arange(first, first + len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     return {
@@ -139,14 +125,14 @@ def row(*lengths: int, first: int = 1) -> dict[str, torch.Tensor]:
 class Items:
     """Items numbered from `first`; `pulled` counts those that were asked for."""
 
-    def __init__(self, first: int, *, end: int | None = None, fail: int | None = None, bad: int | None = None) -> None:
+    def __init__(self, first, *, end=None, fail=None, bad=None):
         self.first, self.end, self.fail, self.bad = first, end, fail, bad
         self.pulled, self.threads = 0, set[str]()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         self.threads.add(threading.current_thread().name)
         index, self.pulled = self.pulled, self.pulled + 1
         if self.end is not None and index >= self.end:
@@ -165,21 +151,19 @@ class Replaying:
     replaying = True
 
 
-def numbers(microbatches: list[Any]) -> list[int]:
+def numbers(microbatches):
     """Of the items in a step's micro-batches."""
     held = {token - 1 for microbatch in microbatches for token in microbatch["tokens"].flatten().tolist()}
     return sorted(held)
 
 
-def lengths(microbatches: list[Any]) -> list[int]:
+def lengths(microbatches):
     return sorted(
         length for microbatch in microbatches for length in microbatch["cu_seqlens"].diff().flatten().tolist() if length
     )
 
 
-def steps_of_loop(
-    *, loops: list[str], layout: str = "dp", flags: list[str] | None = None
-) -> tuple[list[Any], int, list[str]]:
+def steps_of_loop(*, loops, layout="dp", flags=None):
     """What this rank ran in every step, the error that ended it if one did, items pulled from `a`, threads that pulled.
 
     Samples stay on the rank that loads them, so that a step runs the items that its rank pulled; a stage that loads
@@ -192,10 +176,10 @@ def steps_of_loop(
     first = 1000 * parallel_state.get_data_parallel_rank()
     iterators = {"a": Items(first), "b": Items(first + 500), "e": Items(first, end=4)}
     iterators |= {"f": Items(first, fail=4), "x": Items(first, fail=1), "m": Items(first, bad=2)}
-    outcomes: list[Any] = []
+    outcomes = []
     for step, name in enumerate(loops[dist.get_rank()]):
         new = Items(first + NUM_ITEMS * step, end=NUM_ITEMS)
-        iterator: Any = {"n": new, "r": Replaying(), "-": None}.get(name) or iterators.get(name)
+        iterator = {"n": new, "r": Replaying(), "-": None}.get(name) or iterators.get(name)
         try:
             ran = step_of(iterator)
         except BalanceError as error:
@@ -208,29 +192,29 @@ def steps_of_loop(
 NOTHING = {"tokens": torch.empty(1, 0, dtype=torch.int64), "cu_seqlens": torch.zeros(1, 1).int()}
 
 
-def dummies() -> list[int]:
+def dummies():
     """Tokens of this rank's masked micro-batches, where three samples are to fill four micro-batches."""
     packs = balanced(cap=256)(iter([row(200), NOTHING if dist.get_rank() else row(200)]))
     return [pack["tokens"].numel() for pack in packs if not pack["loss_mask"].any()]
 
 
-def evaluated(*, collects: bool) -> tuple[list[int], list[bool]]:
+def evaluated(*, collects):
     """Tokens of each micro-batch of a balanced evaluation of two items, and `--sft` as its steps see it."""
     balanced()
     flags = ["--max-tokens-per-gpu", "16", "--no-balance-data", "--no-balance-by-flops"]
     cost = CostModel(linear=10, quadratic=1)
-    run: Any = run_of_model(Model(), flags=flags, cost=cost, eval_iters=1, distributed_timeout_minutes=2)
+    run = run_of_model(Model(), flags=flags, cost=cost, eval_iters=1, distributed_timeout_minutes=2)
     args = Namespace(sft=True, iteration=0, curr_iteration=0)
     run._args, run._is_sft = args, True
-    ran: list[Any] = []
-    seen: list[bool] = []
+    ran = []
+    seen = []
 
-    def schedule(**given: Any) -> list[Any]:
+    def schedule(**given):
         seen.append(args.sft)
         ran.extend(stock_schedule(**given))
         return []
 
-    words: dict[str, Any] = {
+    words = {
         "forward_only": True,
         "model": [Model()],
         "forward_step_func": lambda items, _: next(items),
@@ -247,14 +231,14 @@ def evaluated(*, collects: bool) -> tuple[list[int], list[bool]]:
     return [microbatch["tokens"].numel() for microbatch in ran], seen
 
 
-def warned_of_losses(*, numbers: int) -> list[str]:
+def warned_of_losses(*, numbers):
     """This rank's warnings of two training steps, whose loss function reports so many numbers."""
-    texts: list[str] = []
+    texts = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: texts.append(record.getMessage())
     LOG.addHandler(handler)
 
-    def forward_step(microbatches: Any, model: Any) -> dict[str, torch.Tensor]:
+    def forward_step(microbatches, model):
         next(microbatches)
         return {"lm loss": torch.ones(numbers)}
 
@@ -264,29 +248,29 @@ def warned_of_losses(*, numbers: int) -> list[str]:
     return texts
 
 
-def counted_by_routers(*, tokens: list[int]) -> tuple[float, int]:
+def counted_by_routers(*, tokens):
     """This rank's part and the number of tokens that a router counts, where ranks have so many without padding."""
     from megatron.core.transformer.moe import router
 
     routed = torch.arange(4)[:, None] < torch.tensor([tokens[dist.get_rank()], 0])
-    words: dict[str, Any] = {"reduce_group": dist.group.WORLD, "topk": 1, "with_padding_mask": True}
+    words = {"reduce_group": dist.group.WORLD, "topk": 1, "with_padding_mask": True}
 
-    def count(microbatches: Any, model: Any) -> tuple[float, int]:
+    def count(microbatches, model):
         _, part, total = router.get_tokens_per_expert_and_token_count(routed, **words)
         return float(part), int(total)
 
     return balanced(config={"num_moe_experts": 2, "add_bias_linear": False}, forward_step=count)(Items(0))[0]
 
 
-def step_that_fails(*, kind: str) -> str:
+def step_that_fails(*, kind):
     """The error of a step: `not packed`, `no tokens`: what the loader yields; `read twice`: a step that reads ahead.
 
     `plans differ`: numpy sorts otherwise on rank 1. `stages`: two pipelines of two stages; the last stage of the
     second reads other lengths than its first. Samples stay, so that both stages of the first pipeline run the same
     packs: only the plan of their data-parallel groups tells them that they do not make the same step.
     """
-    items: list[Any] = [NOTHING] * NUM_ITEMS
-    settings: dict[str, Any] = {"timeout": timedelta(minutes=1)}
+    items = [NOTHING] * NUM_ITEMS
+    settings = {"timeout": timedelta(minutes=1)}
     argsort = np.argsort
     if kind == "not packed":
         items = [{"tokens": torch.ones(1, 8, dtype=torch.int64), "loss_mask": torch.ones(1, 8)}] * NUM_ITEMS
@@ -300,7 +284,7 @@ def step_that_fails(*, kind: str) -> str:
         settings |= {"layout": "pp", "flags": ("--no-balance-data", "--no-balance-by-flops"), "cap": 8}
     step_of = balanced(**settings)
     if kind == "plans differ" and dist.get_rank() == 1:
-        np.argsort = lambda values, *rest, **how: argsort(values, *rest, **how)[::-1]  # type: ignore[assignment]
+        np.argsort = lambda values, *rest, **how: argsort(values, *rest, **how)[::-1]
     try:
         step_of(iter(items), num_items=len(items))
     except BalanceError as error:
@@ -310,15 +294,15 @@ def step_that_fails(*, kind: str) -> str:
     raise AssertionError("a step was made")
 
 
-def weighted_gradients(*, weighting: str, num_results: int = 3) -> dict[int, float] | str:
+def weighted_gradients(*, weighting, num_results=3):
     """The gradient of every learned token of a step on this rank, by its sample's number; or the error.
 
     Rank r has two items: sequences of 1, 2 and of 3 tokens and more, the first token of each without a loss; they carry
     `rollout` and `weight`.
     """
-    passes: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+    passes = []
 
-    def items() -> Iterator[dict[str, torch.Tensor]]:
+    def items():
         for item in range(2 * NUM_ITEMS):
             number = 10 * dist.get_rank() + 2 * item + 1
             batch = row(2 + item, 5 + dist.get_rank(), first=number)
@@ -326,21 +310,21 @@ def weighted_gradients(*, weighting: str, num_results: int = 3) -> dict[int, flo
             batch["rollout"] = torch.tensor([number % 3, 7])
             yield batch | {"weight": torch.tensor([0.5, 2.0 + dist.get_rank()])}
 
-    def forward_step(microbatches: Any, model: Any) -> Any:
+    def forward_step(microbatches, model):
         batch = next(microbatches)
         losses = batch["tokens"].float().requires_grad_()
 
-        def loss_func(losses: torch.Tensor) -> Any:
+        def loss_func(losses):
             loss, num_tokens = (losses * batch["loss_mask"]).sum(), batch["loss_mask"].sum().int()
             return (loss, num_tokens, {})[:num_results]
 
         passes.append((batch, losses))
         return losses, loss_func
 
-    def schedule(*, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any) -> Any:
+    def schedule(*, forward_step_func, data_iterator, model, num_microbatches, **_):
         from megatron.core.pipeline_parallel import schedules
 
-        gradients: dict[int, float] = {}
+        gradients = {}
         for number in range(num_microbatches):
             inputs = (forward_step_func, data_iterator, model[0], num_microbatches, None, [], model[0].config, 1)
             loss, _ = schedules.forward_step(*inputs, current_microbatch=number)

@@ -1,10 +1,5 @@
 """Which thread pulls, pins, times and waits, and in which order, with a double of CUDA."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from device_cases import DEVICE
@@ -15,12 +10,12 @@ NUM_STEPS = 5
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no-overlap"])
-def ran(request: pytest.FixtureRequest, run_cases: Any) -> tuple[bool, list[Any], list[Any]]:
+def ran(request, run_cases):
     [(steps, packs)] = run_cases(1, "steps_on_device", num_steps=NUM_STEPS, overlap=request.param)
     return request.param, steps, packs
 
 
-def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran: Any) -> None:
+def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran):
     _, _, packs = ran
     assert packs
     int64, int32 = [True, "torch.int64", 2], [True, "torch.int32", 2]
@@ -31,7 +26,7 @@ def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran: Any) -> 
         assert pack["max_seqlen"] == [True, "torch.int32", 1]
 
 
-def test_a_step_is_pinned_in_one_piece_before_it_runs_beside_training_where_they_overlap(ran: Any) -> None:
+def test_a_step_is_pinned_in_one_piece_before_it_runs_beside_training_where_they_overlap(ran):
     overlap, steps, packs = ran
     assert sum(name == "forward" for events in steps for name, _ in events) == len(packs)
     pinned = 0
@@ -45,7 +40,7 @@ def test_a_step_is_pinned_in_one_piece_before_it_runs_beside_training_where_they
             assert set(threads) <= ({"beside"} if overlap else {"training"})
 
 
-def test_the_thread_beside_has_the_device_of_training_and_a_stream_that_follows_it(ran: Any) -> None:
+def test_the_thread_beside_has_the_device_of_training_and_a_stream_that_follows_it(ran):
     """An iterator that calls `.cuda()` pulls there; behind the step's own kernels a copy to the host would wait."""
     overlap, steps, _ = ran
     beside = [name for events in steps for name, thread in events if thread == "beside"]
@@ -55,7 +50,7 @@ def test_the_thread_beside_has_the_device_of_training_and_a_stream_that_follows_
     assert 0 <= len(marks) - beside.count("follow") <= 1  # the last may not have begun
 
 
-def test_passes_are_timed_by_events_around_them_and_nothing_waits_for_the_device(ran: Any) -> None:
+def test_passes_are_timed_by_events_around_them_and_nothing_waits_for_the_device(ran):
     _, steps, _ = ran
     for events in steps:
         assert not any(name == "wait" for name, _ in events)
@@ -64,7 +59,7 @@ def test_passes_are_timed_by_events_around_them_and_nothing_waits_for_the_device
         assert passes == one * (len(passes) // 3)
 
 
-def test_steps_are_measured_once_and_counted_as_training_counts_them(run_cases: Any, tmp_path: Path) -> None:
+def test_steps_are_measured_once_and_counted_as_training_counts_them(run_cases, tmp_path):
     """Evaluations are no steps, a step that runs again is the same one, and its ranks take one and two milliseconds."""
     for steps in run_cases(2, "watched_steps", folder=str(tmp_path)):
         assert ["measured_imbalance" in figures for figures in steps] == [False, False, True, True, True, True]

@@ -1,17 +1,14 @@
 """Steps of a hand-written loop on real ranks: what runs, what is pulled ahead, and the errors that all ranks get."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 from loop_cases import NUM_ITEMS, length_of
 
 
-def expected(loops: list[str], *, layout: str) -> list[list[list[int]]]:
+def expected(loops, *, layout):
     """Of every rank, the next items of each step's iterator; lengths of the first rank's where none are loaded."""
-    of_ranks: list[list[list[int]]] = []
+    of_ranks = []
     for rank, loop in enumerate(loops):
         first, ran = 1000 * (rank % 2) * (layout != "pp4"), list[list[int]]()
         for step, name in enumerate(loop):
@@ -36,7 +33,7 @@ DRAWN = ["".join(random.Random(seed).choices("aab", k=12)) for seed in range(5)]
         *(("pp4", f"{loop} {'-' * len(loop)} {'-' * len(loop)} {loop}") for loop in ("nnnn", "aabaaa", "aaraa")),
     ],
 )
-def test_every_step_has_the_next_items_of_its_iterator(run_cases: Any, layout: str, loops: str) -> None:
+def test_every_step_has_the_next_items_of_its_iterator(run_cases, layout, loops):
     """Also where iterators change, end, come back, or Megatron runs a step again."""
     of_ranks = loops.split()
     outcomes = run_cases(len(of_ranks), "steps_of_loop", loops=of_ranks, layout=layout)
@@ -57,7 +54,7 @@ def test_every_step_has_the_next_items_of_its_iterator(run_cases: Any, layout: s
         ("pp4", "aaa --- --- fff", "the disk is gone"),
     ],
 )
-def test_an_error_of_one_rank_s_data_ends_every_rank(run_cases: Any, layout: str, loops: str, says: str) -> None:
+def test_an_error_of_one_rank_s_data_ends_every_rank(run_cases, layout, loops, says):
     of_ranks = loops.split()
     outcomes = run_cases(len(of_ranks), "steps_of_loop", loops=of_ranks, layout=layout)
     for (ran, _, _), wanted in zip(outcomes, expected(of_ranks, layout=layout), strict=True):
@@ -68,7 +65,7 @@ def test_an_error_of_one_rank_s_data_ends_every_rank(run_cases: Any, layout: str
 
 
 @pytest.mark.parametrize(("flags", "ahead"), [([], 2), (["--no-balance-overlap"], 0)])
-def test_one_step_is_pulled_ahead_by_another_thread(run_cases: Any, flags: list[str], ahead: int) -> None:
+def test_one_step_is_pulled_ahead_by_another_thread(run_cases, flags, ahead):
     [(ran, pulled, threads)] = run_cases(1, "steps_of_loop", loops=["aaaa"], flags=flags)
     assert [ran] == expected(["aaaa"], layout="dp")
     assert 8 <= pulled <= 8 + ahead  # the thread may not have ended
@@ -85,30 +82,28 @@ def test_one_step_is_pulled_ahead_by_another_thread(run_cases: Any, flags: list[
         pytest.param(4, "stages", "the data of this step differs within a model replica", id="stages"),
     ],
 )
-def test_a_step_that_cannot_be_made_is_refused_on_every_rank(
-    run_cases: Any, num_ranks: int, kind: str, says: str
-) -> None:
+def test_a_step_that_cannot_be_made_is_refused_on_every_rank(run_cases, num_ranks, kind, says):
     assert all(says in error for error in run_cases(num_ranks, "step_that_fails", kind=kind))
 
 
-def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(run_cases: Any) -> None:
+def test_a_dummy_has_as_many_tokens_as_kernels_are_built_for(run_cases):
     """One token would be an edge case of many kernels, and a shape of its own."""
     [dummy] = [dummy for of_rank in run_cases(2, "dummies") for dummy in of_rank]
     assert dummy >= 128
 
 
 @pytest.mark.parametrize(("tokens", "total"), [([3, 1], 4), ([0, 0], 1)], ids=["some", "a-dummy-on-each"])
-def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases: Any, tokens: list[int], total: int) -> None:
+def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases, tokens, total):
     """No tokens would make an auxiliary loss NaN."""
     assert run_cases(2, "counted_by_routers", tokens=tokens) == [(total / 2, total)] * 2
 
 
-def test_data_that_are_no_loss_are_collected_from_megatrons_own_micro_batches(run_cases: Any) -> None:
+def test_data_that_are_no_loss_are_collected_from_megatrons_own_micro_batches(run_cases):
     assert run_cases(1, "evaluated", collects=False) == [([length_of(0) + length_of(1)], [True])]
     assert run_cases(1, "evaluated", collects=True) == [([length_of(0), length_of(1)], [True])]
 
 
-def test_a_loss_of_one_number_is_warned_of_once_and_training_goes_on(run_cases: Any) -> None:
+def test_a_loss_of_one_number_is_warned_of_once_and_training_goes_on(run_cases):
     """Megatron would log a mean of unequal micro-batches; the last rank has its log."""
     first, [warning] = run_cases(2, "warned_of_losses", numbers=1)
     assert first == []
@@ -126,9 +121,9 @@ SEQUENCES = [
 
 
 @pytest.mark.parametrize("weighting", ["micro-batch", "sample", "rollout", "weight"])
-def test_gradients_are_weighed_by_unit(run_cases: Any, weighting: str) -> None:
+def test_gradients_are_weighed_by_unit(run_cases, weighting):
     """Those of one unit sum to 1 / number of units, where Megatron has divided them by all learned tokens."""
-    units: dict[int, object] = {}
+    units = {}
     for rank, item, number, _ in SEQUENCES:
         place = (number - 1) % 2
         rollout = 7 if place else 100 + number % 3
@@ -139,7 +134,7 @@ def test_gradients_are_weighed_by_unit(run_cases: Any, weighting: str) -> None:
         unit_tokens = sum(tokens for *_, other, tokens in SEQUENCES if units[other] == units[number])
         weight = (2.0 + rank) if (number - 1) % 2 else 0.5
         expected[number] = weight if weighting == "weight" else total / (unit_tokens * len({*units.values()}))
-    gradients: dict[int, float] = {}
+    gradients = {}
     for outcome in run_cases(2, "weighted_gradients", weighting=weighting):
         gradients |= outcome
     assert gradients == pytest.approx(expected, rel=1e-6)
@@ -149,6 +144,6 @@ def test_gradients_are_weighed_by_unit(run_cases: Any, weighting: str) -> None:
     ("weighting", "num_results", "message"),
     [("prompt", 3, "is 'prompt': it must be token, micro-batch, sample, or a key"), ("sample", 2, "returns 2 results")],
 )
-def test_what_cannot_be_weighed_is_named(run_cases: Any, weighting: str, num_results: int, message: str) -> None:
+def test_what_cannot_be_weighed_is_named(run_cases, weighting, num_results, message):
     for outcome in run_cases(2, "weighted_gradients", weighting=weighting, num_results=num_results):
         assert message in outcome

@@ -3,8 +3,6 @@
 It reads below the public names: a run shows neither which process made a plan nor what is left of one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,7 +10,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +18,13 @@ from megatron_balance import BalanceError, CostModel, Limits, Topology, build_da
 from megatron_balance.mcore.plan_process import MIN_SAMPLES, PlanProcess
 
 
-def arguments(*, topology: Topology, **others: Any) -> dict[str, Any]:
+def arguments(*, topology, **others):
     lengths = np.random.default_rng(1).lognormal(6, 1, MIN_SAMPLES).astype(np.int64).clip(1, 4096)
     needed = {"lengths": lengths, "cost_model": CostModel(linear=10, quadratic=1), "topology": topology}
     return {**needed, "limits": Limits(4096), "home_ranks": np.arange(MIN_SAMPLES) % topology.dp_size, **others}
 
 
-def test_plans_are_equal_and_errors_too() -> None:
+def test_plans_are_equal_and_errors_too():
     process = PlanProcess(timeout=timedelta(minutes=2))
     try:
         for asked in (
@@ -45,8 +42,8 @@ def test_plans_are_equal_and_errors_too() -> None:
         process.close()
 
 
-def test_one_that_hangs_is_left_behind_and_the_plans_go_on() -> None:
-    said: list[str] = []
+def test_one_that_hangs_is_left_behind_and_the_plans_go_on():
+    said = []
     process = PlanProcess(timeout=timedelta(minutes=2), warn=said.append)
     asked = arguments(topology=Topology(4))
     digest = process.plan(num_samples=MIN_SAMPLES, **asked).digest()
@@ -70,7 +67,7 @@ time.sleep(600)
 """
 
 
-def test_it_ends_with_a_parent_that_is_killed() -> None:
+def test_it_ends_with_a_parent_that_is_killed():
     search_path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     command = [sys.executable, "-c", PARENT]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search_path}, text=True)
@@ -85,7 +82,7 @@ def test_it_ends_with_a_parent_that_is_killed() -> None:
     assert not _runs(pid)
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,13 +1,8 @@
 """Packs of samples that begin alike, against the definition: a token for each distinct prefix."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.samples.prefix_packing import PrefixTree, pack_shared
@@ -16,7 +11,7 @@ from megatron_balance.samples.sample import Samples
 Pairs = list[tuple[int, int]]
 
 
-def samples_of(rows: list[Pairs], masks: list[list[float]], **others: Any) -> Samples:
+def samples_of(rows, masks, **others):
     columns = {
         "tokens": [torch.tensor([token for token, _ in row]) for row in rows],
         "labels": [torch.tensor([label for _, label in row]) for row in rows],
@@ -27,9 +22,9 @@ def samples_of(rows: list[Pairs], masks: list[list[float]], **others: Any) -> Sa
     return Samples.from_columns(columns, kinds=dict.fromkeys(columns, "per_token"), lengths=lengths)
 
 
-def random_rows(rng: np.random.Generator, count: int) -> list[Pairs]:
+def random_rows(rng, count):
     """Few tokens and few labels, so that rows begin alike, some begin others, and some are equal."""
-    rows: list[Pairs] = []
+    rows = []
     for _ in range(count):
         start = rows[rng.integers(len(rows))] if rows and rng.random() < 0.7 else []
         kept = start[: rng.integers(len(start) + 1)]
@@ -38,13 +33,13 @@ def random_rows(rng: np.random.Generator, count: int) -> list[Pairs]:
     return sorted(rows)  # a depth-first order of their trie
 
 
-def common(first: Pairs, second: Pairs) -> int:
+def common(first, second):
     return next(
         (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
-def seen_by(tree: PrefixTree) -> NDArray[np.bool_]:
+def seen_by(tree):
     """`[num_tokens, num_tokens]` by the calls of the attention, each pair at most once."""
     times = np.zeros((tree.starts[-1], tree.starts[-1]), dtype=int)
     for start, stop in zip(tree.starts[:-1], tree.starts[1:], strict=True):
@@ -58,13 +53,13 @@ def seen_by(tree: PrefixTree) -> NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_pack_has_a_token_for_each_distinct_prefix(seed: int) -> None:
+def test_a_pack_has_a_token_for_each_distinct_prefix(seed):
     rng = np.random.default_rng(seed)
     for _ in range(100):
         check_pack(rng)
 
 
-def check_pack(rng: np.random.Generator) -> None:
+def check_pack(rng):
     rows = random_rows(rng, int(rng.integers(0, 9)))
     masks = [rng.integers(0, 3, len(row)).astype(np.float32).tolist() for row in rows]
     shared = [0, *(common(a, b) for a, b in zip(rows, rows[1:], strict=False))][: len(rows)]
@@ -103,8 +98,8 @@ def check_pack(rng: np.random.Generator) -> None:
     assert not seen[np.ix_(filler, real)].any()
 
 
-def test_what_differs_is_not_shared() -> None:
-    rows: list[Pairs] = [[(1, 2), (2, 3), (3, 4)], [(1, 2), (2, 3), (3, 5)]]
+def test_what_differs_is_not_shared():
+    rows = [[(1, 2), (2, 3), (3, 4)], [(1, 2), (2, 3), (3, 5)]]
     masks = [[0.0, 0.0, 1.0]] * 2
     with pytest.raises(BalanceError, match="share 3 tokens, and labels differs"):
         pack_shared(samples_of(rows, masks), tree=PrefixTree.of([3, 3], [0, 3], num_tokens=3))
@@ -118,7 +113,7 @@ def test_what_differs_is_not_shared() -> None:
         )
 
 
-def test_keys_without_a_place_in_a_shared_pack_are_refused() -> None:
+def test_keys_without_a_place_in_a_shared_pack_are_refused():
     columns = {"tokens": [torch.zeros(2, dtype=torch.int64)], "reward": [torch.ones(())]}
     samples = Samples.from_columns(
         columns, kinds={"tokens": "per_token", "reward": "per_sample"}, lengths=np.array([2])

@@ -1,7 +1,5 @@
 """Attention over trees, against a dense mask: outputs and all gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -14,9 +12,7 @@ from megatron_balance.samples.prefix_packing import PrefixTree
 
 @pytest.mark.parametrize(("value_channels", "scale"), [(8, None), (5, 0.2)])
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_gradients_are_those_of_each_sample_alone(
-    value_channels: int, scale: float | None, dtype: torch.dtype, allowed: float
-) -> None:
+def test_gradients_are_those_of_each_sample_alone(value_channels, scale, dtype, allowed):
     for seed in range(20):
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         rows = random_rows(rng, 8)
@@ -45,7 +41,7 @@ def test_gradients_are_those_of_each_sample_alone(
             assert (mine.double() - expected).norm() <= allowed * expected.norm()
 
 
-def test_kernels_are_those_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_those_of_what_is_installed(monkeypatch):
     monkeypatch.setattr(attention, "device_kind", lambda: "cpu")
     assert attention.kernels() is attention.OF_CPU
     monkeypatch.setattr(attention, "device_kind", lambda: "cuda")

@@ -1,7 +1,6 @@
 """Batches of a data loader, Megatron's or Megatron-Bridge's → samples: packed rows, padded rows, rows with images."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -200,7 +199,7 @@ ATTENTION_MASK = "attention_mask"
 MASKS = ("none", "marked", "marked_bool", "square", "square_of_each")
 
 
-def padded(rows: list[list[int]], *, mask: str = "none", width: int = WIDTH) -> dict[str, Any]:
+def padded(rows, *, mask="none", width=WIDTH):
     """Rows of tokens; each is to predict its next token, and END after the last."""
     tokens = torch.tensor([[*row, *[FILLER] * (width - len(row))] for row in rows])
     labels = torch.tensor([[*[*row, END][1:], *[FILLER] * (width - len(row))] for row in rows])
@@ -223,7 +222,7 @@ def padded(rows: list[list[int]], *, mask: str = "none", width: int = WIDTH) -> 
     st.sampled_from(MASKS),
     st.integers(0, 3),
 )
-def test_every_row_becomes_a_sample_of_its_length(rows: list[list[int]], mask: str, spare: int) -> None:
+def test_every_row_becomes_a_sample_of_its_length(rows, mask, spare):
     batch = padded(rows, mask=mask, width=WIDTH + spare)
     sources = [FILLER] + [ATTENTION_MASK] * (mask not in ("none", "square"))
     for padding in sources:
@@ -234,7 +233,7 @@ def test_every_row_becomes_a_sample_of_its_length(rows: list[list[int]], mask: s
         assert ATTENTION_MASK not in samples.columns
 
 
-def test_what_looks_like_padding_stays_where_it_is_learned_or_followed_and_one_token_always() -> None:
+def test_what_looks_like_padding_stays_where_it_is_learned_or_followed_and_one_token_always():
     full = padded([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]], mask="square")
     assert with_row_lengths(full, padding=ATTENTION_MASK)["cu_seqlens"].tolist() == [[0, WIDTH], [0, WIDTH]]
     batch = padded([[FILLER, FILLER, 2, 3], [FILLER]])
@@ -244,7 +243,7 @@ def test_what_looks_like_padding_stays_where_it_is_learned_or_followed_and_one_t
     assert with_row_lengths(batch, padding=FILLER)["cu_seqlens"].tolist() == [[0, 5], [0, 1]]
 
 
-def changed(batch: dict[str, Any], name: str, place: Any, value: float) -> dict[str, Any]:
+def changed(batch, name, place, value):
     batch[name][place] = value
     return batch
 
@@ -266,7 +265,7 @@ LOSS_ON_PADDING = changed(padded([[1, 2], [1, 2, 3]], mask="marked"), "loss_mask
         ({**padded([[1]]), "loss_mask": None}, FILLER, "rows are padded and have no loss_mask"),
     ],
 )
-def test_what_is_no_padding_at_the_end_is_refused(batch: dict[str, Any], padding: int | str, message: str) -> None:
+def test_what_is_no_padding_at_the_end_is_refused(batch, padding, message):
     with pytest.raises(BalanceError, match=message):
         split_packed(with_row_lengths(batch, padding=padding))
 
@@ -274,7 +273,7 @@ def test_what_is_no_padding_at_the_end_is_refused(batch: dict[str, Any], padding
 # Keys of other lengths, as of images ----------------------------------------------------------------------------------
 
 
-def with_patches(length: int, image_patches: list[int], first: int = 1) -> Sample:
+def with_patches(length, image_patches, first=1):
     tokens = torch.arange(first, first + length)
     return Sample(
         {"tokens": tokens, "loss_mask": torch.ones(length), "position_ids": tokens - first},
@@ -285,7 +284,7 @@ def with_patches(length: int, image_patches: list[int], first: int = 1) -> Sampl
     )
 
 
-def test_packs_have_images_in_the_order_of_samples() -> None:
+def test_packs_have_images_in_the_order_of_samples():
     samples = [with_patches(4, [2, 3]), with_patches(2, [], 10), with_patches(5, [4], 20)]
     batch = pack_microbatch(samples_of(samples), token_multiple=4, cp_size=2)
     assert torch.equal(batch["pixel_values"], torch.cat([one.ragged["pixel_values"] for one in samples]))
@@ -298,7 +297,7 @@ def test_packs_have_images_in_the_order_of_samples() -> None:
             assert torch.equal(again.tensors[name], tensor), name
 
 
-def image_rows(**changes: Any) -> dict[str, Any]:
+def image_rows(**changes):
     """Two rows: sequences of 3 and 2 tokens, and one of 4; four images, of 2, 1, 1 and 3 patches."""
     batch = {
         "tokens": torch.arange(1, 13).view(2, 6),
@@ -312,13 +311,13 @@ def image_rows(**changes: Any) -> dict[str, Any]:
     return batch | changes
 
 
-def test_rows_say_how_many_entries_each_sequence_has() -> None:
+def test_rows_say_how_many_entries_each_sequence_has():
     samples = rows_of(split_packed(image_rows()))
     assert [one.ragged["pixel_values"].flatten().tolist() for one in samples] == [[0, 1, 2], [3], [4, 5, 6]]
     assert [len(one.ragged["image_grid_thw"]) for one in samples] == [2, 1, 1]
 
 
-def test_masked_tokens_at_the_end_stay_where_images_may_stand_there() -> None:
+def test_masked_tokens_at_the_end_stay_where_images_may_stand_there():
     masked = image_rows(
         loss_mask=torch.tensor([[1.0, 1, 1, 0, 0, 0], [1.0, 0, 0, 0, 0, 0]]), tokens=torch.ones(2, 6).long()
     )
@@ -344,16 +343,16 @@ def test_masked_tokens_at_the_end_stay_where_images_may_stand_there() -> None:
         ({"audio": torch.zeros(9, 2)}, "audio has shape .* have its entries counted by audio_lengths"),
     ],
 )
-def test_rows_that_cannot_be_split_are_refused_by_name(changes: dict[str, Any], phrase: str) -> None:
+def test_rows_that_cannot_be_split_are_refused_by_name(changes, phrase):
     with pytest.raises(BalanceError, match=phrase):
         split_packed(image_rows(**changes))
 
 
-def with_ragged(**ragged: Any) -> Sample:
+def with_ragged(**ragged):
     return Sample({"tokens": torch.zeros(2)}, ragged=ragged)
 
 
-def test_a_grid_counts_each_frame_as_an_image() -> None:
+def test_a_grid_counts_each_frame_as_an_image():
     samples = [
         with_ragged(image_grid_thw=torch.tensor(images).view(-1, 3), video_grid_thw=torch.tensor(frames).view(-1, 3))
         for images, frames in (([1, 4, 6, 1, 2, 2], [3, 2, 5]), ([], []), ([1, 4, 6], []))
@@ -370,7 +369,7 @@ def test_a_grid_counts_each_frame_as_an_image() -> None:
         ({"pixel_values": torch.zeros(4, 48)}, "pixel_values come without image_grid_thw or video_grid_thw"),
     ],
 )
-def test_patches_that_cannot_be_counted(ragged: dict[str, Any], phrase: str) -> None:
+def test_patches_that_cannot_be_counted(ragged, phrase):
     with pytest.raises(BalanceError, match=phrase):
         image_patches(samples_of([with_ragged(**ragged)]))
 
@@ -378,7 +377,7 @@ def test_patches_that_cannot_be_counted(ragged: dict[str, Any], phrase: str) -> 
 # Schemas --------------------------------------------------------------------------------------------------------------
 
 
-def test_items_share_a_schema_or_say_why_not() -> None:
+def test_items_share_a_schema_or_say_why_not():
     first = Sample({"tokens": torch.arange(3)}, per_sample={"id": torch.tensor(7)}, ragged={"grids": torch.zeros(2, 3)})
     same = Sample({"tokens": torch.arange(5)}, per_sample=first.per_sample, ragged={"grids": torch.zeros(0, 3)})
     parts = [samples_of([]), samples_of([first]), samples_of([same])]
@@ -394,6 +393,6 @@ def test_items_share_a_schema_or_say_why_not() -> None:
             Samples.joined([*parts[:2], samples_of([other])])
 
 
-def test_a_peer_cannot_name_another_object_of_torch() -> None:
+def test_a_peer_cannot_name_another_object_of_torch():
     with pytest.raises(BalanceError, match="'Tensor'"):
         SampleSchema.from_text('[["tokens","Tensor",[],"per_token"]]')

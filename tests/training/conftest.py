@@ -1,7 +1,5 @@
 """The runs and the data that all tests of this folder share."""
 
-from __future__ import annotations
-
 import pytest
 from kept_runs import KeptRuns, write_rollouts, write_rows
 from table import SEQ_LENGTH
@@ -12,7 +10,7 @@ VALIDATION_SETS = {"valid": range(100, 124), "odd": range(130, 141)}
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> KeptRuns:
+def train(tmp_path_factory):
     """Makes a run, or finds it made; workers of pytest-xdist share the folder above their own."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if base.name.startswith("popen-") else base) / "kept-runs"

@@ -104,47 +104,47 @@ class Row:
     multiple: int = 1  # of which are the tokens of every balanced micro-batch
 
     @property
-    def cap(self) -> int | None:
+    def cap(self):
         """Tokens of a micro-batch of several samples, on each of its context-parallel ranks."""
         cap = self.balance.partition("--max-tokens-per-gpu ")[2].split()
         return int(cap[0]) if cap else None
 
     @property
-    def dynamic(self) -> bool:
+    def dynamic(self):
         return "--balance-dynamic-cp" in self.balance
 
     @property
-    def without(self) -> list[str]:
+    def without(self):
         """Common flags that both runs do without."""
         left_out = {"--multi-latent-attention": "--group-query-attention", "--squared-relu": "--swiglu"}
         per_token = ["--calculate-per-token-loss"] if "--balance-loss-weighting" in self.balance else []
         return [left_out[flag] for flag in self.stock.split() if flag in left_out] + per_token
 
     @property
-    def num_ranks(self) -> int:
+    def num_ranks(self):
         return LAYOUTS[self.layout][1]
 
     @property
-    def evaluates(self) -> bool:
+    def evaluates(self):
         stock = self.dynamic or "--sft" in self.flags or "--no-balance-evaluation" in self.balance
         return not stock and self.cap is not None
 
     @property
-    def num_chunks(self) -> int:
+    def num_chunks(self):
         """Of the model on a pipeline stage, each of which reads the data of a stock run."""
         return 2 if "virtual" in self.stock or "pipeline-model-parallel-layout" in self.stock else 1
 
     @property
-    def stock(self) -> str:
+    def stock(self):
         return f"{COMMON} {LAYOUTS[self.layout][0]} {MODELS[self.model]} {self.flags}"
 
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARDED = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-MTP: StandIns = (("stand_ins:mtp_attention", {}),)
+MTP = (("stand_ins:mtp_attention", {}),)
 MTP_FLAGS = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 OVERLAP = "--bf16 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
-PLANS: StandIns = (("stand_ins:schedule_plans", {}),)
+PLANS = (("stand_ins:schedule_plans", {}),)
 ROUTER_LOSSES = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1"
@@ -156,7 +156,7 @@ WEAK_ROUTER_LOSSES = (
 WHOLE_SETS = "--full-validation --multiple-validation-sets --valid-data-path {data}/valid.jsonl {data}/odd.jsonl"
 
 
-def fp8(recipe: str) -> StandIns:
+def fp8(recipe):
     """Settings of this recipe."""
     settings = {"fp8": "hybrid", "fp8_recipe": recipe}
     if recipe == "nvfp4":
@@ -164,16 +164,16 @@ def fp8(recipe: str) -> StandIns:
     return (("stand_ins:precision_settings", {"settings": settings}),)
 
 
-DELAYED: StandIns = (*fp8("delayed"), ("stand_ins:amax_reduction", {}))
-KERNELS: StandIns = (("families:kernels", {}),)
-ONE_RATIO: StandIns = (("stand_ins:mtp_attention", {}), ("stand_ins:mtp_ratio_of_one", {}))
-PADDED: StandIns = (("stand_ins:padded_rows", {}),)
+DELAYED = (*fp8("delayed"), ("stand_ins:amax_reduction", {}))
+KERNELS = (("families:kernels", {}),)
+ONE_RATIO = (("stand_ins:mtp_attention", {}), ("stand_ins:mtp_ratio_of_one", {}))
+PADDED = (("stand_ins:padded_rows", {}),)
 AT_THE_ENDS = ("stand_ins:data_at_the_ends", {})
 
 
-def family(name: str, layout: str, balance: str = BY_FLOPS, *, flags: str = "", slow: bool = True) -> Row:
+def family(name, layout, balance=BY_FLOPS, *, flags="", slow=True):
     """A row of one of the model families."""
-    positions: StandIns = (("families:positions_of_three_dimensions", {}),) if "mrope" in FAMILIES[name] else ()
+    positions = (("families:positions_of_three_dimensions", {}),) if "mrope" in FAMILIES[name] else ()
     marks = {
         "filler": "bucket" in balance,
         "mtp": "mtp" in flags,

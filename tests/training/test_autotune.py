@@ -1,13 +1,9 @@
 """Settings that a run finds by itself: costs by its own seconds, taken by all ranks at one step, and kept."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
-from kept_runs import KeptRuns, Run
-from table import BY_TOKENS, MODELS, RECORDED, ROWS, StandIns
+from table import BY_TOKENS, MODELS, RECORDED, ROWS
 from test_matrix import microbatches
 
 from megatron_balance.record import read_record
@@ -17,18 +13,18 @@ SECONDS = {"launch": 2e-3, "token": 1e-5, "squared": 1e-6}
 """Of a narrow model on long samples: attention takes longer than all else from ten tokens on."""
 
 
-def made_up(**changes: Any) -> StandIns:
+def made_up(**changes):
     return (("stand_ins:made_up_seconds", SECONDS | changes),)
 
 
-def tuned(train: KeptRuns, balance: str = f"auto:{TUNED}", *, stock: str = ROWS[0].stock, **keywords: Any) -> Run:
+def tuned(train, balance=f"auto:{TUNED}", *, stock=ROWS[0].stock, **keywords):
     """A run of NUM_STEPS steps, in place of the three of the table."""
     keywords = {"stand_ins": made_up(), **keywords}
     flags = f"{stock} --train-iters {NUM_STEPS} --eval-iters 0 {BY_TOKENS} --balance-cost {balance}"
     return train(flags, **keywords)
 
 
-def lines_of(run: Run) -> list[str]:
+def lines_of(run):
     return re.findall(r"megatron_balance: (.*auto.*)", run.log(0))
 
 
@@ -36,12 +32,12 @@ SAVED = f"auto:{TUNED} {RECORDED} --save {{run}}/checkpoints --save-interval 1 -
 
 
 @pytest.fixture(scope="module")
-def whole(train: KeptRuns) -> Run:
+def whole(train):
     """A run that saves a checkpoint after every step."""
     return tuned(train, f"{SAVED} torch")
 
 
-def test_plans_follow_the_seconds_after_some_steps(train: KeptRuns, whole: Run) -> None:
+def test_plans_follow_the_seconds_after_some_steps(train, whole):
     by_flops = tuned(train, "flops")
     for ours, theirs in zip(microbatches(whole), microbatches(by_flops), strict=True):
         assert ours[:TUNED] == theirs[:TUNED]
@@ -57,7 +53,7 @@ def test_plans_follow_the_seconds_after_some_steps(train: KeptRuns, whole: Run) 
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS))
-def test_a_run_that_ends_after_any_step_goes_on_with_the_same_plans(train: KeptRuns, whole: Run, step: int) -> None:
+def test_a_run_that_ends_after_any_step_goes_on_with_the_same_plans(train, whole, step):
     """Costs are found, or what they are found from, in the checkpoint; microbatches are compared one by one."""
     resumed = tuned(train, f"auto:{TUNED} --load {whole.folder}/checkpoints --ckpt-step {step} --ckpt-format torch")
     assert microbatches(resumed) == [steps[step:] for steps in microbatches(whole)]
@@ -67,7 +63,7 @@ def test_a_run_that_ends_after_any_step_goes_on_with_the_same_plans(train: KeptR
     assert ("the costs that the run had found" in line) == (step >= TUNED)
 
 
-def test_costs_are_found_again_where_that_is_asked_for(train: KeptRuns, whole: Run) -> None:
+def test_costs_are_found_again_where_that_is_asked_for(train, whole):
     again = tuned(train, f"auto:3 --load {whole.folder}/checkpoints --ckpt-step {TUNED} --ckpt-format torch")
     kept, found = lines_of(again)
     assert "the costs that the run had found" in kept
@@ -82,7 +78,7 @@ def test_costs_are_found_again_where_that_is_asked_for(train: KeptRuns, whole: R
         pytest.param("--balance-dynamic-cp", 4, id="dynamic-cp", marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_of_a_replica_take_costs_and_cap(train: KeptRuns, flags: str, num_ranks: int) -> None:
+def test_all_ranks_of_a_replica_take_costs_and_cap(train, flags, num_ranks):
     flags, keywords = f"{flags} --max-tokens-per-gpu auto", {"num_ranks": num_ranks, "stand_ins": device()}
     whole = tuned(train, f"{SAVED} torch_dist {flags}", **keywords)
     line, of_cap = lines_of(whole)
@@ -95,7 +91,7 @@ def test_all_ranks_of_a_replica_take_costs_and_cap(train: KeptRuns, flags: str, 
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_seconds_of_experts_contain_waiting_for_peers(train: KeptRuns, waits: bool) -> None:
+def test_seconds_of_experts_contain_waiting_for_peers(train, waits):
     """In each micro-batch all ranks take as long as the slowest: the others' seconds say nothing."""
     stock = f"{ROWS[0].stock} {MODELS['moe']} --expert-model-parallel-size 2"
     run = tuned(train, f"auto:{NUM_STEPS} {RECORDED}", stock=stock, stand_ins=made_up(waits=waits))
@@ -104,7 +100,7 @@ def test_seconds_of_experts_contain_waiting_for_peers(train: KeptRuns, waits: bo
     assert costs.per_microbatch == pytest.approx(SECONDS["launch"] * 1e18, rel=0.15)
 
 
-def test_costs_stay_where_fitted_ones_predict_worse(train: KeptRuns) -> None:
+def test_costs_stay_where_fitted_ones_predict_worse(train):
     costs = read_record(tuned(train, f"flops {RECORDED}").folder / "record").info.cost_model
     true = {"launch": costs.per_microbatch, "token": costs.linear, "squared": costs.quadratic}
     seconds = {name: cost * 1e-9 for name, cost in true.items()}
@@ -114,7 +110,7 @@ def test_costs_stay_where_fitted_ones_predict_worse(train: KeptRuns) -> None:
     assert microbatches(run) == microbatches(tuned(train, "flops"))
 
 
-def test_costs_stay_where_too_few_steps_were_measured(train: KeptRuns) -> None:
+def test_costs_stay_where_too_few_steps_were_measured(train):
     run = tuned(train, "auto:2")
     (line,) = lines_of(run)
     assert "costs stay as they are: the record has" in line
@@ -126,18 +122,18 @@ BEST = 1000
 """Tokens that leave a tenth of the device below free."""
 
 
-def device(**changes: Any) -> StandIns:
+def device(**changes):
     """300 of 1445 MiB stay between steps, and a token takes one."""
     memory = {"total": 1445 * MIB, "static": 300 * MIB, "each_token": MIB}
     return (*made_up(), ("stand_ins:counting_allocator", memory | changes))
 
 
-def longest_of(run: Run) -> int:
+def longest_of(run):
     return max(microbatch["tokens"] for steps in microbatches(run) for step in steps for microbatch in step)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_the_cap_grows_to_what_devices_hold(train: KeptRuns, noise: float) -> None:
+def test_the_cap_grows_to_what_devices_hold(train, noise):
     """The device is never fuller than nine tenths, and in the end as few micro-batches run as by the best cap."""
     stands = device(noise=noise)
     run = tuned(train, f"flops {RECORDED} --max-tokens-per-gpu auto --train-iters 13", stand_ins=stands)
@@ -154,19 +150,19 @@ def test_the_cap_grows_to_what_devices_hold(train: KeptRuns, noise: float) -> No
 
 
 @pytest.fixture(scope="module")
-def grown(train: KeptRuns) -> Run:
+def grown(train):
     """A run that finds both, and saves a checkpoint after every step."""
     return tuned(train, f"{SAVED} torch --max-tokens-per-gpu auto", stand_ins=device())
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS))
-def test_a_run_that_ends_after_any_step_goes_on_with_the_same_cap(train: KeptRuns, grown: Run, step: int) -> None:
+def test_a_run_that_ends_after_any_step_goes_on_with_the_same_cap(train, grown, step):
     load = f"--load {grown.folder}/checkpoints --ckpt-step {step} --ckpt-format torch"
     resumed = tuned(train, f"auto:{TUNED} --max-tokens-per-gpu auto {load}", stand_ins=device())
     assert microbatches(resumed) == [steps[step:] for steps in microbatches(grown)]
 
 
-def test_a_run_without_memory_says_the_cap_to_begin_with(train: KeptRuns, grown: Run) -> None:
+def test_a_run_without_memory_says_the_cap_to_begin_with(train, grown):
     """After the cap was found; the next start begins with four fifths of it, and raises it no further."""
     cap = read_record(grown.folder / "record").info.limits.max_tokens_per_gpu or 0
     assert cap > 256

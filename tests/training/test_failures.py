@@ -7,7 +7,6 @@ import signal
 from dataclasses import dataclass
 
 import pytest
-from kept_runs import KeptRuns, Run
 from table import BY_FLOPS, DYNAMIC_CP, FAMILY_ROWS, NUM_STEPS, RECORDED, ROWS, Row, StandIns, fp8
 from test_matrix import run_of, samples
 
@@ -19,12 +18,12 @@ DEATH = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-ini
 """Ranks that do not talk to a dead one themselves wait so long."""
 
 
-def struck(*ranks: int, number: int = signal.SIGKILL, step: int = 2) -> StandIns:
+def struck(*ranks, number=signal.SIGKILL, step=2):
     """These ranks get a signal as a step begins."""
     return (("stand_ins:struck", {"step": step, "ranks": list(ranks), "number": number}),)
 
 
-def killed_run(train: KeptRuns, balance: str, *, num_ranks: int = 2) -> Run:
+def killed_run(train, balance, *, num_ranks=2):
     """A run that is killed in the step after its checkpoint."""
     flags = f"{ROWS[0].stock} {balance} --save {{run}}/checkpoints --save-interval {SAVED_AT} --ckpt-format torch"
     killed = train(flags, num_ranks=num_ranks, stand_ins=struck(*range(num_ranks), step=SAVED_AT + 1), fails=True)
@@ -33,7 +32,7 @@ def killed_run(train: KeptRuns, balance: str, *, num_ranks: int = 2) -> Run:
 
 
 @pytest.mark.parametrize("row", [pytest.param(ROWS[0], id="DP2")])
-def test_a_killed_run_goes_on_to_the_bit(train: KeptRuns, row: Row) -> None:
+def test_a_killed_run_goes_on_to_the_bit(train, row):
     """Model, data, evaluation and record are those of a run that was not interrupted."""
     whole = run_of(train, row)
     killed = killed_run(train, f"{BY_FLOPS} {RECORDED}")
@@ -50,7 +49,7 @@ def test_a_killed_run_goes_on_to_the_bit(train: KeptRuns, row: Row) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
+def test_a_killed_run_goes_on_with_more_ranks(train):
     whole, killed = run_of(train, ROWS[0]), killed_run(train, BY_FLOPS)
     load = f"--load {killed.folder}/checkpoints --ckpt-format torch"
     resumed = train(f"{ROWS[0].stock} {BY_FLOPS} {load}", num_ranks=4)
@@ -59,7 +58,7 @@ def test_a_killed_run_goes_on_with_more_ranks(train: KeptRuns) -> None:
 
 
 @pytest.mark.parametrize("row", [pytest.param(ROWS[0], id="DP2")])
-def test_helpers_that_fail_end_no_run(train: KeptRuns, row: Row) -> None:
+def test_helpers_that_fail_end_no_run(train, row):
     """Every rank loses its planning process and the record: it says so once, and trains on the same samples.
 
     The disk of one rank is full, that of the other hangs.
@@ -95,12 +94,12 @@ class Fault:
     others: str = ""
 
 
-def data(how: str, *, rank: int = 1, index: int = 21) -> StandIns:
+def data(how, *, rank=1, index=21):
     """The data set of a rank goes wrong at a row, by default in the second step."""
     return (("stand_ins:bad_data", {"ranks": [rank], "how": how, "index": index}),)
 
 
-def flags(*ranks: int, flags: str = "", instead_of: str = "") -> StandIns:
+def flags(*ranks, flags="", instead_of=""):
     """Other flags on these ranks."""
     return (("stand_ins:flags_there", {"ranks": list(ranks), "flags": flags, "instead_of": instead_of}),)
 
@@ -184,7 +183,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if fault.slow else []) for name, fault in FAULTS.items()]
 )
-def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
+def test_every_rank_ends_and_says_why(train, name):
     fault = FAULTS[name]
     run = train(
         f"{fault.row.stock} {fault.layout} {DEATH if fault.dead else ''} {fault.balance}",
@@ -206,12 +205,12 @@ def test_every_rank_ends_and_says_why(train: KeptRuns, name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "stand_ins"), [("--exit-interval 2", ()), ("--exit-signal-handler", struck(1, number=signal.SIGTERM))]
 )
-def test_ends_that_megatron_knows_are_no_fault(train: KeptRuns, flags: str, stand_ins: StandIns) -> None:
+def test_ends_that_megatron_knows_are_no_fault(train, flags, stand_ins):
     ended = train(f"{ROWS[0].stock} {BY_FLOPS} {flags}", stand_ins=stand_ins)
     assert [len(steps) for steps in ended.of_kind("step")] == [2, 2]
     assert "exiting program" in ended.log(0)
 
 
-def test_mamba_layers_without_balancing_are_left_as_they_are(train: KeptRuns) -> None:
+def test_mamba_layers_without_balancing_are_left_as_they_are(train):
     row, leak = FAMILIES["Nemotron-3-Nano"], ("families:sequences_not_told_apart", {})
     assert len(train(row.stock, stand_ins=(*row.stand_ins, leak), leave_out=row.without).steps) == NUM_STEPS

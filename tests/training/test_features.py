@@ -1,15 +1,11 @@
 """Features that ask for more than equality with stock: evaluation under --sft, records, pipelines, routers, loops."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from kept_runs import KeptRuns, Run
-from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS, Row
+from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS
 from test_matrix import FIGURES, cp_sizes, microbatches, run_of, samples
 from training_run import assert_equal
 
@@ -20,12 +16,12 @@ from megatron_balance.mcore import telemetry
 from megatron_balance.record import read_record
 
 
-def row_of(layout: str, name: str) -> Row:
+def row_of(layout, name):
     """Of the table."""
     return next(row for row in ROWS if (row.layout, row.name) == (layout, name))
 
 
-def about(layout: str, name: str) -> pytest.MarkDecorator:
+def about(layout, name):
     """On a row of the table, in whose group it runs."""
     return pytest.mark.parametrize("row", [pytest.param(row_of(layout, name), id=f"{layout}-{name}")])
 
@@ -35,10 +31,10 @@ class TestOneRecordedRun:
     """The record and the log of one run, against what its forward steps read."""
 
     @pytest.fixture
-    def run(self, train: KeptRuns, row: Row) -> Run:
+    def run(self, train, row):
         return run_of(train, row)
 
-    def test_the_record_is_what_ran(self, run: Run) -> None:
+    def test_the_record_is_what_ran(self, run):
         record = read_record(run.folder / "record")
         assert [step.iteration for step in record.steps] == list(range(1, NUM_STEPS + 1))
         for number, step in enumerate(record.steps):
@@ -48,13 +44,13 @@ class TestOneRecordedRun:
                     assert sorted(placed.tolist()) == sorted(microbatch["lengths"])
             assert (step.seconds > 0).all()
 
-    def test_attention_is_weighed_by_a_published_rate(self, run: Run) -> None:
+    def test_attention_is_weighed_by_a_published_rate(self, run):
         cost = read_record(run.folder / "record").info.cost_model
         (rate,) = re.findall(r"FLOPs count attention at ([\d.]+) times the rate of all else", run.log(0))
         # Two layers of 2h FLOPs a squared token, h 32, and three and a half passes.
         assert cost.quadratic == pytest.approx(2 * 2 * 32 * 3.5 / float(rate), abs=1)
 
-    def test_a_line_a_step_says_what_was_planned(self, run: Run) -> None:
+    def test_a_line_a_step_says_what_was_planned(self, run):
         said = re.findall(
             r"megatron_balance: iteration (\d+) \| step \| max/mean of rank time: planned ([\d.]+)", run.log(0)
         )
@@ -62,9 +58,7 @@ class TestOneRecordedRun:
         costs = [step.costs.sum(axis=1) for step in read_record(run.folder / "record").steps]
         assert [float(value) for _, value in said] == [pytest.approx(of.max() / of.mean(), abs=1e-4) for of in costs]
 
-    def test_it_is_fitted_and_the_next_run_plans_by_seconds(
-        self, run: Run, train: KeptRuns, row: Row, tmp_path: Path
-    ) -> None:
+    def test_it_is_fitted_and_the_next_run_plans_by_seconds(self, run, train, row, tmp_path):
         costs = tmp_path / "seconds.json"
         assert main(["fit", str(run.folder / "record"), "--out", str(costs)]) == 0
         ours = train(f"{row.stock} {BY_FLOPS} --balance-cost {costs} --balance-record {{run}}/record")
@@ -75,7 +69,7 @@ class TestOneRecordedRun:
 
 
 @about("DP2", "DeepSeek-V3.2")
-def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, row: Row, tmp_path: Path) -> None:
+def test_compare_counts_the_cost_that_training_planned_with(train, row, tmp_path):
     """Sparse attention by the pack, as its kernels are not fused: compare counted the keys that are picked."""
     record = run_of(train, row).folder / "record"
     config = {"model_type": "deepseek_v32", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
@@ -94,7 +88,7 @@ def test_compare_counts_the_cost_that_training_planned_with(train: KeptRuns, row
 
 
 @about("DP2", "by-flops")
-def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: KeptRuns, row: Row) -> None:
+def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train, row):
     memory = (("stand_ins:device_memory", {}),)
     ran = train(
         f"{row.stock} {BY_FLOPS} --train-iters 6 --eval-iters 0 --balance-record {{run}}/record", stand_ins=memory
@@ -109,7 +103,7 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train: Kep
 
 
 @about("DP2", "by-flops")
-def test_tensorboard_has_the_figures(train: KeptRuns, row: Row) -> None:
+def test_tensorboard_has_the_figures(train, row):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     ran = train(f"{row.stock} {row.balance} --tensorboard-dir {{run}}/tensorboard")
     read = events.EventAccumulator(str(ran.folder / "tensorboard"))
@@ -123,16 +117,14 @@ def test_tensorboard_has_the_figures(train: KeptRuns, row: Row) -> None:
 @pytest.mark.parametrize(
     ("name", "harmless", "excess"), [("exposed_seconds", 0.01, 0.011), ("measured_imbalance", 1.31, 1.33)]
 )
-def test_an_alarm_warns_once_after_twenty_steps_in_a_row(
-    name: str, harmless: float, excess: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_alarm_warns_once_after_twenty_steps_in_a_row(name, harmless, excess, monkeypatch):
     """Steps take a second, and are planned with an imbalance of 1.2; a measured one is that of two steps before."""
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(telemetry, "warn_once", lambda text, topic: said.append(topic))
     alarms, stock = telemetry.Alarms(), {"exposed_seconds": 0.0, "planned_imbalance": 1.2}
     schedule = build_data_schedule([1, 1], cost_model=CostModel(linear=1), topology=Topology(2), limits=Limits(8))
 
-    def check(figures: dict[str, float]) -> None:
+    def check(figures):
         alarms.check(schedule, stock | figures, seconds=np.zeros(2), step_seconds=1.0)
 
     for _ in range(2):  # nothing is known yet
@@ -145,9 +137,9 @@ def test_an_alarm_warns_once_after_twenty_steps_in_a_row(
     assert said == [telemetry.EXPOSED if name == "exposed_seconds" else telemetry.UNEVEN]
 
 
-def test_a_slow_rank_is_named_after_fifty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_named_after_fifty_steps(monkeypatch):
     """Rank 2 takes a fifth longer for its work, whatever that is; seconds are those of two steps before."""
-    warnings: list[str] = []
+    warnings = []
     monkeypatch.setattr(telemetry, "warn_once", lambda text, topic: warnings.append(text))
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6, 1, (52, 16)).astype(np.int64) + 1
@@ -166,13 +158,13 @@ def test_a_slow_rank_is_named_after_fifty_steps(monkeypatch: pytest.MonkeyPatch)
 
 
 @about("DP2", "over-long")
-def test_the_log_counts_samples_over_the_cap(train: KeptRuns, row: Row) -> None:
+def test_the_log_counts_samples_over_the_cap(train, row):
     assert "megatron_balance:" not in run_of(train, row, balanced=False).log(0)
     assert len(re.findall(r"samples over the cap [1-9]", run_of(train, row).log(0))) == 3
 
 
 @about("DP2", "one-flag")
-def test_one_flag_says_what_it_chose(train: KeptRuns, row: Row) -> None:
+def test_one_flag_says_what_it_chose(train, row):
     (line,) = (x for x in run_of(train, row).log(0).splitlines() if "--balance chose" in x)
     assert "--use-dynamic-batch-size (" in line
     assert "--balance-cost flops (" in line
@@ -180,7 +172,7 @@ def test_one_flag_says_what_it_chose(train: KeptRuns, row: Row) -> None:
 
 
 @about("CP2", "dynamic-cp")
-def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train: KeptRuns, row: Row) -> None:
+def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train, row):
     run = run_of(train, row)
     assert cp_sizes(run) > {1}
     for number, step in enumerate(read_record(run.folder / "record").steps):
@@ -189,7 +181,7 @@ def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train: KeptRuns
 
 
 @pytest.mark.slow
-def test_under_sft_a_flag_has_sums_divided(train: KeptRuns) -> None:
+def test_under_sft_a_flag_has_sums_divided(train):
     stock = run_of(train, row_of("DP2", "by-flops"), balanced=False)
     sft = row_of("DP2", "sft")
     ours = train(f"{sft.stock} {BY_FLOPS} --balance-evaluation")
@@ -200,7 +192,7 @@ def test_under_sft_a_flag_has_sums_divided(train: KeptRuns) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_only_evaluates(train: KeptRuns) -> None:
+def test_a_run_that_only_evaluates(train):
     stock, ours = (train(f"{COMMON} --skip-train {balance}") for balance in ("", BY_FLOPS))
     assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
     assert samples(ours, "evaluation") == samples(stock, "evaluation")
@@ -210,7 +202,7 @@ def test_a_run_that_only_evaluates(train: KeptRuns) -> None:
 
 
 @about("PP3", "no-data-in-between")
-def test_stages_in_between_read_nothing(train: KeptRuns, row: Row) -> None:
+def test_stages_in_between_read_nothing(train, row):
     ours = run_of(train, row)
     reads = [bool(rows[0]["reads"]) for rows in ours.of_kind("end")]
     assert reads == [True, False, True]
@@ -224,7 +216,7 @@ def test_stages_in_between_read_nothing(train: KeptRuns, row: Row) -> None:
         pytest.param({"pp_size": 2}, 4, id="PP2", marks=pytest.mark.slow),
     ],
 )
-def test_a_hand_written_loop(train: KeptRuns, settings: dict[str, int], num_ranks: int) -> None:
+def test_a_hand_written_loop(train, settings, num_ranks):
     stock, ours = (
         train(
             "",
@@ -240,7 +232,7 @@ def test_a_hand_written_loop(train: KeptRuns, settings: dict[str, int], num_rank
 
 
 @pytest.mark.slow
-def test_what_a_hand_written_loop_cannot_have_is_refused(train: KeptRuns) -> None:
+def test_what_a_hand_written_loop_cannot_have_is_refused(train):
     settings = json.dumps({"config": {"calculate_per_token_loss": False}})
     refused = train("", num_ranks=1, module="train_core_loop", environment={"LOOP": settings}, fails=True)
     assert "add --calculate-per-token-loss, or --balance-loss-weighting micro-batch" in refused.log(0)
@@ -248,7 +240,7 @@ def test_what_a_hand_written_loop_cannot_have_is_refused(train: KeptRuns) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["DP2", "TP2-SP", "PP2-VPP2", "CP2-EP2", "TP2-PP2"])
-def test_all_ranks_call_the_same_collectives(train: KeptRuns, layout: str) -> None:
+def test_all_ranks_call_the_same_collectives(train, layout):
     """torch compares operation, shape and dtype of each collective in a group while ranks train."""
     row = row_of(layout, "by-flops")
     strict = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -257,7 +249,7 @@ def test_all_ranks_call_the_same_collectives(train: KeptRuns, layout: str) -> No
 
 
 @pytest.mark.slow
-def test_threads_and_files_stay_as_many(train: KeptRuns) -> None:
+def test_threads_and_files_stay_as_many(train):
     row = row_of("DP2", "by-flops")
     ours = train(f"{row.stock} {BY_FLOPS} --train-iters 40 --eval-interval 10")
     for steps in ours.of_kind("step"):

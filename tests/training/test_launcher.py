@@ -4,8 +4,6 @@ The training of `make quickstart` takes minutes, and no test runs it whole: here
 and what is said of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -14,7 +12,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +21,7 @@ import pytest
 import quickstart
 import training_run
 from forked import call, run_forked
-from kept_runs import KeptRuns, Run
+from kept_runs import Run
 from recorded_runs import run_info
 from table import ROWS
 from test_matrix import run_of
@@ -40,13 +37,13 @@ SCRIPTS = training_run.ROOT / "scripts"
 MODELS = {"run_sft_megatron.sh": "Qwen3-4B", "run_pretrain_megatron.sh": "Qwen3-30B-A3B"}
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments):
     command = [sys.executable, "-m", "megatron_balance.launch", *arguments]
     return subprocess.run(command, text=True, capture_output=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
-def test_a_script_gets_its_arguments_its_folder_and_the_hooks(tmp_path: Path) -> None:
+def test_a_script_gets_its_arguments_its_folder_and_the_hooks(tmp_path):
     (tmp_path / "neighbour.py").write_text("WORD = 'found'\n")
     script, by_import = tmp_path / "script.py", tmp_path / "by_import.py"
     script.write_text(
@@ -64,7 +61,7 @@ def test_a_script_gets_its_arguments_its_folder_and_the_hooks(tmp_path: Path) ->
         assert said in done.stdout, done.stderr
 
 
-def test_the_switch_makes_both_ways_in_stock_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_switch_makes_both_ways_in_stock_runs(monkeypatch, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import megatron_balance.mcore.autoinstall, sys\n"
@@ -79,16 +76,16 @@ def test_the_switch_makes_both_ways_in_stock_runs(monkeypatch: pytest.MonkeyPatc
     assert done.stderr.count("MEGATRON_BALANCE=0: Megatron runs without balancing, and ignores its flags.") == 1
 
 
-def launch_here(folder: str, arguments: list[str]) -> None:
+def launch_here(folder, arguments):
     """In a fork of this process, which has imported Megatron."""
 
-    def run_launcher() -> None:
+    def run_launcher():
         runpy.run_module("megatron_balance.launch", run_name="__main__")
 
     run_forked(run_launcher, folder=Path(folder), num_ranks=1, timeout_seconds=100, arguments=["launch", *arguments])
 
 
-def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
+def test_what_is_wrong_ends_the_run_with_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
     for status, says, arguments in (
@@ -104,7 +101,7 @@ def test_what_is_wrong_ends_the_run_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_torchrun_starts_train_as_forks_do(train: KeptRuns, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_starts_train_as_forks_do(train, tmp_path):
     forked, folder = run_of(train, ROWS[0]), tmp_path / "run"
     flags = f"{ROWS[0].stock} {ROWS[0].balance}".replace("{data}", str(train.data)).replace("{run}", str(folder))
     script = training_run.ROOT / "tests" / "kit" / "watched_steps.py"
@@ -115,7 +112,7 @@ def test_ranks_that_torchrun_starts_train_as_forks_do(train: KeptRuns, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_hand_written_loop_needs_no_megatron_training(tmp_path: Path) -> None:
+def test_a_hand_written_loop_needs_no_megatron_training(tmp_path):
     code = "import sys; sys.modules['megatron.training'] = None; import train_core_loop; train_core_loop.main()"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     settings = {"PYTHONPATH": training_run.search_path(), "OMP_NUM_THREADS": "1", "LOOP": '{"log_interval": 2}'}
@@ -127,7 +124,7 @@ def test_a_hand_written_loop_needs_no_megatron_training(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def parser() -> Iterator[argparse.ArgumentParser]:
+def parser():
     from megatron.training import arguments
 
     installed = install()
@@ -136,7 +133,7 @@ def parser() -> Iterator[argparse.ArgumentParser]:
 
 
 @pytest.mark.parametrize("script", MODELS)
-def test_its_flags_are_known_and_describe_the_model(parser: argparse.ArgumentParser, script: str) -> None:
+def test_its_flags_are_known_and_describe_the_model(parser, script):
     done = subprocess.run(
         [SCRIPTS / script, "megatron", "data", "tokenizer", "--save", "here", "--vocab-size", "151936"],
         env=os.environ | {"DRY_RUN": "1"},
@@ -156,7 +153,7 @@ def test_its_flags_are_known_and_describe_the_model(parser: argparse.ArgumentPar
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("run_*.sh")))
-def test_without_arguments_it_says_how_to_use_it(script: str) -> None:
+def test_without_arguments_it_says_how_to_use_it(script):
     done = subprocess.run([SCRIPTS / script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert f"scripts/{script}" in done.stdout + done.stderr
@@ -186,16 +183,14 @@ CHOSEN = {
         ("", dict.fromkeys(CHOSEN)),
     ],
 )
-def test_one_flag_leaves_what_is_given(
-    parser: argparse.ArgumentParser, given: str, expected: dict[str, object]
-) -> None:
+def test_one_flag_leaves_what_is_given(parser, given, expected):
     rows = "--calculate-per-token-loss --micro-batch-size 2 --seq-length 4096 --transformer-impl local"
     args = parser.parse_args(f"{rows} --spec thd_attention thd_block_spec {given}".split())
     assert {name: getattr(args, name) for name in CHOSEN} == expected
 
 
 @pytest.mark.parametrize("policy", policy_turns.POLICIES[1:])
-def test_each_policy_has_a_plan_of_its_kind(policy: str) -> None:
+def test_each_policy_has_a_plan_of_its_kind(policy):
     lengths, homes = [100, 900, 60, 3000, 40, 700, 80, 90], np.arange(8) % 4
     given = {"topology": Topology(4, dynamic_cp=True), "limits": Limits(4096), "home_ranks": homes}
     cost_model = CostModel(linear=500, quadratic=1, cp_exchange=5)
@@ -204,9 +199,7 @@ def test_each_policy_has_a_plan_of_its_kind(policy: str) -> None:
     assert bool(schedule.cp_size_grid.max() > 1) is (policy == "dynamic-cp")
 
 
-def test_table_page_and_compare_of_the_quickstart_predict_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_page_and_compare_of_the_quickstart_predict_the_same(tmp_path, monkeypatch):
     """Fault: 1.46x in the table, 2.07x on the page, of other batches, 1.55x by `compare`."""
     monkeypatch.setattr(quickstart, "OUT", tmp_path)
     monkeypatch.setattr(quickstart, "FITTED", slice(0, 1))

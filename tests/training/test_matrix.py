@@ -3,25 +3,21 @@
 The rest of what must hold for every balanced run is seen from outside too: see tests/kit/watched_steps.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kept_runs import KeptRuns, Run
-from table import FAMILY_ROWS, NUM_STEPS, ROWS, Row
+from table import FAMILY_ROWS, NUM_STEPS, ROWS
 from training_run import ALLOWANCES, assert_equal
 
 
-def case(row: Row) -> object:
+def case(row):
     return pytest.param(row, id=f"{row.layout}-{row.name}", marks=[pytest.mark.slow] if row.slow else [])
 
 
-def run_of(train: KeptRuns, row: Row, *, balanced: bool = True) -> Run:
+def run_of(train, row, *, balanced=True):
     """The balanced or the stock run of a row."""
     flags, stand_ins = row.stock, row.stand_ins
     if balanced:
@@ -30,32 +26,32 @@ def run_of(train: KeptRuns, row: Row, *, balanced: bool = True) -> Run:
 
 
 @pytest.mark.parametrize("row", [case(row) for row in ROWS])
-def test_equals_stock(train: KeptRuns, row: Row) -> None:
+def test_equals_stock(train, row):
     stock, ours = run_of(train, row, balanced=False), run_of(train, row)
     assert_trains_as_stock(ours, stock=stock, row=row)
 
 
 @pytest.mark.parametrize("row", [case(ROWS[0])])
-def test_an_error_of_a_hundred_thousandth_is_found(train: KeptRuns, row: Row) -> None:
+def test_an_error_of_a_hundred_thousandth_is_found(train, row):
     wrong = (("stand_ins:loss_error", {"relative": 1e-5}),)
     ours = train(f"{row.stock} {row.balance}", stand_ins=wrong)
     with pytest.raises(AssertionError, match=r"differs by .*e-05"):
         assert_equal(ours, reference=run_of(train, row, balanced=False))
 
 
-def test_the_page_names_what_is_trained() -> None:
+def test_the_page_names_what_is_trained():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     lines = page.split("## What is trained")[1].split("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
     for column, dynamic in ((1, False), (2, True)):
-        trained: dict[str, list[str]] = {row.model: [] for row in FAMILY_ROWS}
+        trained = {row.model: [] for row in FAMILY_ROWS}
         for row in FAMILY_ROWS:
             if row.dynamic is dynamic and row.layout not in trained[row.model]:
                 trained[row.model].append(row.layout)
         assert {row[0]: ([] if "refused" in row[column] else row[column].split(", ")) for row in rows} == trained
 
 
-def assert_trains_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
+def assert_trains_as_stock(ours, *, stock, row):
     """The same losses, gradients, samples and evaluations; caps hold; Megatron's settings are restored."""
     assert_equal(ours, reference=stock, precision=row.precision)
     assert len(ours.steps) == NUM_STEPS
@@ -73,11 +69,11 @@ def assert_trains_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
     assert_reads(ours, stock=stock, chunks=row.num_chunks)
 
 
-def samples(run: Run, kind: str) -> list[Counter[int]]:
+def samples(run, kind):
     """Of every step or evaluation how often each sample ran, over all ranks that share a micro-batch once."""
     found = []
     for of_ranks in zip(*run.of_kind(kind), strict=True):
-        counts: dict[int, Fraction] = {}
+        counts = {}
         for row in of_ranks:
             if row["stage"] or row["tp_rank"]:
                 continue
@@ -90,7 +86,7 @@ def samples(run: Run, kind: str) -> list[Counter[int]]:
     return found
 
 
-def microbatches(run: Run, kind: str = "step") -> list[list[list[dict[str, Any]]]]:
+def microbatches(run, kind="step"):
     """Of each rank that reads, of each step, those with tokens."""
     return [
         [[microbatch for microbatch in row["microbatches"] if "tokens" in microbatch] for row in rows]
@@ -99,19 +95,19 @@ def microbatches(run: Run, kind: str = "step") -> list[list[list[dict[str, Any]]
     ]
 
 
-def cp_sizes(run: Run) -> set[int]:
+def cp_sizes(run):
     """Context-parallel sizes that ran."""
     return {m["cp_size"] for steps in microbatches(run) for step in steps for m in step}
 
 
-def assert_under_cap(run: Run, *, cap: int | None) -> None:
+def assert_under_cap(run, *, cap):
     """No micro-batch of several samples is over the cap."""
     for steps in microbatches(run):
         for microbatch in (m for step in steps for m in step if cap is not None and len(m["samples"]) > 1):
             assert microbatch["tokens"] <= cap * microbatch["cp_size"]
 
 
-def assert_evaluates_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
+def assert_evaluates_as_stock(ours, *, stock, row):
     """Equal losses, in fewer micro-batches where evaluation is balanced and samples are packed, else in as many."""
     limit = max(ALLOWANCES[row.precision].loss, 1e-6)
     assert ours.losses() == [pytest.approx(losses, rel=limit) for losses in stock.losses()]
@@ -130,7 +126,7 @@ MEANS = re.compile(r"(moe/)?(load_balancing|z)_loss|mtp_\d+ loss")
 """Numbers that are means over micro-batches, which depend on the samples that share one: by one part in ten here."""
 
 
-def assert_logs_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
+def assert_logs_as_stock(ours, *, stock, row):
     """The numbers of Megatron's log; means over micro-batches where these are the stock run's: of one sample each."""
     alone = all(len(m["samples"]) <= 1 for steps in microbatches(ours) for step in steps for m in step)
     limit = ALLOWANCES[row.precision]
@@ -147,7 +143,7 @@ def assert_logs_as_stock(ours: Run, *, stock: Run, row: Row) -> None:
             assert mine["numbers"][name] == pytest.approx(number, rel=allowed), name
 
 
-def assert_counted(run: Run) -> None:
+def assert_counted(run):
     """Megatron counts the tokens of each step's samples, and the squares of their lengths, once each."""
     first = [rows for rows in run.of_kind("step") if not rows[0]["stage"] and not rows[0]["tp_rank"]]
     for step, counted in enumerate(run.of_kind("counted")[0]):
@@ -158,7 +154,7 @@ def assert_counted(run: Run) -> None:
         assert (counted["tokens"], counted["squares"]) == (tokens, squares)
 
 
-def assert_reads(ours: Run, *, stock: Run, chunks: int) -> None:
+def assert_reads(ours, *, stock, chunks):
     """As many items are read as by the stock run, none after the last; stages in between may read none."""
     last = max(rows[0]["stage"] for rows in ours.of_kind("step"))
     for mine, theirs, place in zip(ours.of_kind("end"), stock.of_kind("end"), ours.of_kind("step"), strict=True):

@@ -4,13 +4,9 @@ The rows are trees of three levels, samples that begin others, and equal ones (`
 small blocks, so that all that they share is found.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
-from kept_runs import KeptRuns, Run
 from table import BY_FLOPS, FAMILIES, RECOMPUTED, ROUTER_LOSSES, SHARDED, Row
 from test_matrix import assert_reads, case, microbatches
 from training_run import ALLOWANCES, RunFailed, assert_equal
@@ -24,7 +20,7 @@ BY_TOKEN = ROUTER_LOSSES.replace("--moe-aux-loss-coeff 1 ", "--moe-aux-loss-coef
 """Those that do not depend on the samples that share a micro-batch."""
 
 
-def row(name: str, layout: str, flags: str = "", *, model: str = "dense", balance: str = SHARED, **others: Any) -> Row:
+def row(name, layout, flags="", *, model="dense", balance=SHARED, **others):
     return Row(name, layout, balance, model, f"{flags} {ROLLOUTS}", ours=(SMALL_BLOCKS,), **others)
 
 
@@ -46,7 +42,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", [case(row) for row in ROWS])
-def test_equals_stock(train: KeptRuns, row: Row) -> None:
+def test_equals_stock(train, row):
     stock = train(row.stock, num_ranks=row.num_ranks, stand_ins=row.stand_ins, leave_out=row.without)
     stand_ins = (*row.stand_ins, *row.ours)
     ours = train(f"{row.stock} {row.balance}", num_ranks=row.num_ranks, stand_ins=stand_ins, leave_out=row.without)
@@ -58,7 +54,7 @@ def test_equals_stock(train: KeptRuns, row: Row) -> None:
         assert_shared(ours)
 
 
-def assert_shared(ours: Run) -> None:
+def assert_shared(ours):
     """Micro-batches hold far fewer tokens than are given, and the log says how many."""
     first = [rows for rows in ours.of_kind("step") if not rows[0]["stage"] and not rows[0]["tp_rank"]]
     given = [row["tokens"] for row in ours.of_kind("counted")[0]]
@@ -73,7 +69,7 @@ def assert_shared(ours: Run) -> None:
         assert of_step * (1 - filler) == pytest.approx(fraction * total, rel=2e-3)
 
 
-def test_router_losses_count_a_token_as_often_as_samples_hold_it(train: KeptRuns) -> None:
+def test_router_losses_count_a_token_as_often_as_samples_hold_it(train):
     """Of one rank whose micro-batch holds the whole step, so that the losses of routers are of the same samples."""
     cap = SHARED.replace("--max-tokens-per-gpu 256", "--max-tokens-per-gpu 8192")
     of_one = row("router-losses", "TP2-SP", ROUTER_LOSSES, model="moe")
@@ -90,7 +86,7 @@ def test_router_losses_count_a_token_as_often_as_samples_hold_it(train: KeptRuns
 
 
 @pytest.mark.slow
-def test_a_resumed_run_shares_what_it_did(train: KeptRuns) -> None:
+def test_a_resumed_run_shares_what_it_did(train):
     dense = row("dense", "DP2")
     flags = f"{dense.stock} {SHARED} --ckpt-format torch"
     whole = train(f"{flags} --save {{run}}/checkpoints --save-interval 2", stand_ins=dense.ours)
@@ -100,13 +96,13 @@ def test_a_resumed_run_shares_what_it_did(train: KeptRuns) -> None:
         assert [step[key] for step in resumed.steps] == [step[key] for step in whole.steps[2:]]
 
 
-def test_a_layer_that_ignores_the_tree_ends_the_run(train: KeptRuns) -> None:
+def test_a_layer_that_ignores_the_tree_ends_the_run(train):
     dense = row("dense", "DP2")
     with pytest.raises(RunFailed, match="1 of 2 layers attended over shared prefixes"):
         train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:stubborn_layer", {})))
 
 
-def test_a_collision_of_hashes_ends_the_run(train: KeptRuns) -> None:
+def test_a_collision_of_hashes_ends_the_run(train):
     dense = row("dense", "DP2")
     with pytest.raises(RunFailed, match="by their hashes two samples share"):
         train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:equal_hashes", {})))

@@ -1,14 +1,10 @@
 """`--balance-verify`: a wrong first step ends every rank before the optimizer; a healthy run is left as it is."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from kept_runs import KeptRuns
-from table import CAP, DYNAMIC_CP, FILLER, ROWS, SHARDED, Row, StandIns
+from table import CAP, DYNAMIC_CP, FILLER, ROWS, SHARDED, Row
 from test_matrix import run_of
 
 ERRORS = {
@@ -34,9 +30,7 @@ MODEL = f"--position-embedding-type learned_absolute --max-position-embeddings {
 """Positions that count in a model whose attention is as uneven as that of a fresh one of hidden size 4096."""
 
 
-def errors_in_turn(
-    layout: str, balance: str, flags: str = "", *, precision: str = "fp32", slow: bool = False
-) -> object:
+def errors_in_turn(layout, balance, flags="", *, precision="fp32", slow=False):
     row = Row(precision, layout, balance, flags=f"{flags} {MODEL}", precision=precision)
     return pytest.param(row, id=f"{layout}-{precision}", marks=[pytest.mark.slow] if slow else [])
 
@@ -52,8 +46,8 @@ def errors_in_turn(
         errors_in_turn("PP2", FILLER, "--bf16", precision="bf16", slow=True),
     ],
 )
-def test_every_error_is_found(train: KeptRuns, row: Row) -> None:
-    turns: StandIns = (("wrong_steps:in_turn", {"errors": list(ERRORS)}),)
+def test_every_error_is_found(train, row):
+    turns = (("wrong_steps:in_turn", {"errors": list(ERRORS)}),)
     steps = f"--train-iters {len(ERRORS) + 2} --exit-interval 1"
     run = train(f"{row.stock} {row.balance} {VERIFIED} {steps}", num_ranks=row.num_ranks, stand_ins=turns)
     for rank in run.of_kind("verified"):
@@ -90,7 +84,7 @@ HEALTHY = {
         if (key := (row.layout, row.name)) in HEALTHY
     ],
 )
-def test_a_healthy_run_is_left_as_it_is(train: KeptRuns, row: Row) -> None:
+def test_a_healthy_run_is_left_as_it_is(train, row):
     """To the bit: losses, gradient norms and what is logged, of router losses and multi-token prediction too."""
     without = run_of(train, row)
     verified = run_of(train, replace(row, balance=f"{row.balance} {VERIFIED}"))
@@ -100,14 +94,14 @@ def test_a_healthy_run_is_left_as_it_is(train: KeptRuns, row: Row) -> None:
             assert [figures(line) for line in ours] == [figures(line) for line in theirs]
 
 
-def figures(line: dict[str, Any]) -> dict[str, Any]:
+def figures(line):
     """The numbers of a line, without those of the micro-batches that ran and of the machine."""
     numbers = {name: number for name, number in line.get("numbers", {}).items() if not name.startswith("balance/")}
     return {name: line.get(name) for name in ("lm_loss", "grad_norm", "losses")} | numbers
 
 
 @pytest.mark.parametrize("pp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_hand_written_loop(train: KeptRuns, pp_size: int) -> None:
+def test_a_hand_written_loop(train, pp_size):
     """Its rows hold one or two sequences, of any lengths."""
     without, verified = (
         train("", num_ranks=2 * pp_size, module="train_core_loop", environment={"LOOP": json.dumps(settings)})

@@ -1,6 +1,5 @@
 """Made-up trajectories with everything in them, and a comparison of two."""
 
-import numpy as np
 import torch
 
 PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "hidden")
@@ -8,7 +7,7 @@ LONGER_THAN_ANY = 101
 """Of a tensor as wide as the mask nobody could tell that its second axis is not tokens."""
 
 
-def make_trajectory(number: int, lengths) -> dict:
+def make_trajectory(number, lengths):
     """Rows of these lengths. Padding holds noise, so that what is lost or zeroed shows."""
     generator = torch.Generator().manual_seed(number)
     shape = (len(lengths), max(max(lengths), 1) + 3)
@@ -28,17 +27,17 @@ def make_trajectory(number: int, lengths) -> dict:
     }
 
 
-def random_lengths(rng: np.random.Generator, *, num_trajectories: int) -> list[list[int]]:
+def random_lengths(rng, *, num_trajectories):
     return [rng.integers(1, 50, size=rng.integers(1, 5)).tolist() for _ in range(num_trajectories)]
 
 
-def trajectory_digest(trajectory: dict) -> str:
+def trajectory_digest(trajectory):
     """Of what is in it, without the columns of padding that none of its rows uses."""
     longest = int(trajectory["attention_mask"].sum(1).max())
     return digest({key: value[:, :longest] if key in PER_TOKEN else value for key, value in trajectory.items()})
 
 
-def row_digests(batch: dict) -> list[str]:
+def row_digests(batch):
     """Of each row without padding; `version` and `name` are a batch's and not a row's."""
     return [
         digest(
@@ -52,7 +51,7 @@ def row_digests(batch: dict) -> list[str]:
     ]
 
 
-def digest(content: object) -> str:
+def digest(content):
     """Its keys, types, dtypes, shapes and values as one text."""
     if isinstance(content, torch.Tensor):
         return f"{content.dtype} {tuple(content.shape)} {content.tolist()}"

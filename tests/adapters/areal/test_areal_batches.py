@@ -1,7 +1,5 @@
 """Padded batches balanced without a process group: `balance_batch`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ rows_of_batches = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4),
 
 @settings(max_examples=60)
 @given(lengths=rows_of_batches, dp_size=st.integers(1, 5))
-def test_every_row_comes_out_once(lengths: list[list[int]], dp_size: int) -> None:
+def test_every_row_comes_out_once(lengths, dp_size):
     """R54: padded batches in, `dp_size` padded batches out, every row with the bits it had."""
     batches = [make_trajectory(number, rows) for number, rows in enumerate(lengths)]
     num_rows = sum(map(len, lengths))
@@ -39,21 +37,21 @@ def test_every_row_comes_out_once(lengths: list[list[int]], dp_size: int) -> Non
     assert counts == {num_rows // dp_size} if num_rows % dp_size == 0 else min(counts) >= 1
 
 
-def drawn(seed: int) -> list[dict[str, torch.Tensor]]:
+def drawn(seed):
     """The pull request's rows: a prompt of 1 to 511 tokens and an answer, both uniform, in a padded batch a rank."""
     rng = np.random.default_rng(seed)
     grid = torch.from_numpy(rng.integers(1, 512, (4, 8)) + rng.integers(1, 2048, (4, 8)))
     return [{"attention_mask": torch.arange(int(rank_lengths.max())) < rank_lengths[:, None]} for rank_lengths in grid]
 
 
-def variation(batches, cost_model=None) -> float:
+def variation(batches, cost_model=None):
     """The ranks' costs: their standard deviation over their mean."""
     lengths = [batch["attention_mask"].sum(1).tolist() for batch in batches]
     costs = np.array([sum(map(cost_model or CostModel.tokens(), rows)) for rows in lengths], dtype=float)
     return float(costs.std() / costs.mean())
 
 
-def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
+def test_coefficient_of_variation_of_the_pull_requests_setting():
     """R44. Means over 50 batches of 32 rows on four ranks."""
     flops = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
     loaded, by_tokens, by_flops = [], [], []
@@ -81,6 +79,6 @@ def test_coefficient_of_variation_of_the_pull_requests_setting() -> None:
         ([make_trajectory(0, [3]), {"attention_mask": torch.ones(1, 2)}], "keys"),
     ],
 )
-def test_what_is_no_batch_is_refused(batches: list[dict], text: str) -> None:
+def test_what_is_no_batch_is_refused(batches, text):
     with pytest.raises(BalanceError, match=text):
         areal.balance_batch(batches, 1)

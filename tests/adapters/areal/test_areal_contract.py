@@ -1,13 +1,10 @@
 """The hooks on the real AReaL: what is replaced, what its own code then does, and that it can be undone."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from importlib import import_module
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,9 +28,9 @@ HOOKED = (
 )
 
 
-def functions() -> dict[str, Any]:
+def functions():
     """Every function and method of the modules that are hooked."""
-    by_place: dict[str, Any] = {}
+    by_place = {}
     for name in HOOKED:
         for key, value in vars(import_module(name)).items():
             owned = vars(value).items() if inspect.isclass(value) and value.__module__ == name else ()
@@ -44,7 +41,7 @@ def functions() -> dict[str, Any]:
     }
 
 
-def test_undo_restores_the_very_functions(install: Any) -> None:
+def test_undo_restores_the_very_functions(install):
     before = functions()
     installed = install(single_rank_load=True)
     assert areal.is_installed()
@@ -65,17 +62,17 @@ def test_undo_restores_the_very_functions(install: Any) -> None:
     assert all("PPOTrainer" in place or place.endswith(("rollout_batch", "prepare_batch")) for place in unhooked)
 
 
-def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
+def rows_of(lengths):
     return [{"attention_mask": torch.ones(1, n), "index": torch.tensor([index])} for index, n in enumerate(lengths)]
 
 
-def controller(dp_size: int) -> Any:
+def controller(dp_size):
     instance = object.__new__(train_controller.TrainController)
     instance.train_alloc = SimpleNamespace(parallel=SimpleNamespace(dp_size=dp_size))
     return instance
 
 
-def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(install: Any) -> None:
+def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(install):
     """AReaL raises: the number must be divisible."""
     items = rows_of([905, 40, 40, 300, 20, 10, 800, 70, 5, 500, 450, 30, 60, 200, 95])
     with pytest.raises(ValueError, match="divisible"):
@@ -91,7 +88,7 @@ def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(instal
     assert max(tokens) <= 1.05 * sum(tokens) / 4
 
 
-def test_pairs_stay_together(install: Any) -> None:
+def test_pairs_stay_together(install):
     install()
     _, indices = train_controller._dispatch_tensors(rows_of([9, 1, 8, 2, 7, 3, 6, 4]), 2, group_size=2)
     for part in indices:
@@ -99,7 +96,7 @@ def test_pairs_stay_together(install: Any) -> None:
         assert len(part) == 4
 
 
-def test_handles_of_tensors_weigh_as_much_as_their_shape(install: Any) -> None:
+def test_handles_of_tensors_weigh_as_much_as_their_shape(install):
     install()
     lengths = [900, 100, 500, 500, 60, 40]
     items = [
@@ -116,7 +113,7 @@ def test_handles_of_tensors_weigh_as_much_as_their_shape(install: Any) -> None:
     assert tokens[1] - tokens[0] <= 80
 
 
-def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
+def test_a_divisor_that_rows_cannot_fill_is_refused(install):
     """AReaL's own gives 5 groups where a multiple of 4 was asked for."""
     assert len(seqpack.kk_allocate([5] * 5, 5, 1, 4)) == 5
     install()
@@ -125,7 +122,7 @@ def test_a_divisor_that_rows_cannot_fill_is_refused(install: Any) -> None:
         areal_data.allocate_balanced_mbs_synced(spec, [5] * 5)
 
 
-def trainer(*, dp_rank: int, head: bool = True, dp_size: int = 2) -> Any:
+def trainer(*, dp_rank, head=True, dp_size=2):
     instance = object.__new__(rl_trainer.PPOTrainer)
     instance.actor = SimpleNamespace(
         data_parallel_rank=dp_rank, data_parallel_world_size=dp_size, is_data_parallel_head=lambda: head
@@ -134,7 +131,7 @@ def trainer(*, dp_rank: int, head: bool = True, dp_size: int = 2) -> Any:
 
 
 @pytest.mark.parametrize(("dp_rank", "head"), [(0, False), (1, True), (1, False)])
-def test_ranks_that_do_not_roll_out_have_an_idle_loader(install: Any, dp_rank: int, head: bool) -> None:
+def test_ranks_that_do_not_roll_out_have_an_idle_loader(install, dp_rank, head):
     """R56: as many steps as the rank that loads, and no batches."""
     install(single_rank_load=True)
     config = cli_args.TrainDatasetConfig(path="", type="rl", batch_size=8)
@@ -147,7 +144,7 @@ def test_ranks_that_do_not_roll_out_have_an_idle_loader(install: Any, dp_rank: i
     assert [len(batch) for batch in whole] == [8] * 12
 
 
-def test_validation_data_and_a_single_rank_are_left_alone(install: Any) -> None:
+def test_validation_data_and_a_single_rank_are_left_alone(install):
     install(single_rank_load=True)
     valid = cli_args.ValidDatasetConfig(path="", type="rl", batch_size=8, drop_last=False)
     loaders = [trainer(dp_rank=rank)._create_dataloader(list(range(11)), valid, rank, 2) for rank in (0, 1)]
@@ -160,13 +157,11 @@ def test_validation_data_and_a_single_rank_are_left_alone(install: Any) -> None:
 @pytest.mark.parametrize(
     ("dp_rank", "is_eval", "expected"), [(0, False, (64, 256)), (1, False, (16, 64)), (0, True, (16, 64))]
 )
-def test_capacity_scales_with_the_ranks(
-    install: Any, monkeypatch: pytest.MonkeyPatch, dp_rank: int, is_eval: bool, expected: tuple[int, int]
-) -> None:
+def test_capacity_scales_with_the_ranks(install, monkeypatch, dp_rank, is_eval, expected):
     """R57: the rank that rolls out for four has four times the batch size and concurrency."""
     shapes = []
 
-    def init_rollout(self: Any, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> None:
+    def init_rollout(self, rollout_config, is_eval=False, lora_path=None):
         shapes.append((rollout_config.consumer_batch_size, rollout_config.max_concurrent_rollouts))
 
     monkeypatch.setattr(rl_trainer.PPOTrainer, "_init_rollout", init_rollout)
@@ -178,7 +173,7 @@ def test_capacity_scales_with_the_ranks(
     assert (config.consumer_batch_size, config.max_concurrent_rollouts) == (16, 64)
 
 
-def test_batches_go_on_when_an_epoch_ends(install: Any) -> None:
+def test_batches_go_on_when_an_epoch_ends(install):
     """R45: AReaL's own `cycle_dataloader` fetches a batch of the hooked loader, started again or not."""
     install(single_rank_load=True)
     config = cli_args.TrainDatasetConfig(path="", type="rl", batch_size=4)
@@ -186,13 +181,13 @@ def test_batches_go_on_when_an_epoch_ends(install: Any) -> None:
     assert [len(batch) for batch in islice(areal_data.cycle_dataloader(loader), 5)] == [4] * 5
 
 
-def test_controllers_whose_processes_would_not_be_hooked_are_refused(install: Any) -> None:
+def test_controllers_whose_processes_would_not_be_hooked_are_refused(install):
     install()
     with pytest.raises(BalanceError, match="_version: v1"):
         PPOActorControllerV2(train_engine="", config=SimpleNamespace(backend="fsdp:d2"), scheduler=None)
 
 
-def test_the_loss_does_not_depend_on_the_micro_batches(install: Any) -> None:
+def test_the_loss_does_not_depend_on_the_micro_batches(install):
     """AReaL weighs the loss of a micro-batch by its learned tokens over those of all (`compute_total_loss_weight`)."""
     generator = torch.Generator().manual_seed(0)
     lengths = [90, 10, 40, 60, 30, 70]
@@ -202,7 +197,7 @@ def test_the_loss_does_not_depend_on_the_micro_batches(install: Any) -> None:
         for n in lengths
     ]
 
-    def gradient(slots: list[list[int]]) -> torch.Tensor:
+    def gradient(slots):
         logprobs = [torch.zeros(n, requires_grad=True) for n in lengths]
         for slot in slots:
             batch = {name: torch.cat([columns[row][name] for row in slot]) for name in columns[0]}

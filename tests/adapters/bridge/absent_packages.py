@@ -5,20 +5,17 @@ classes. Importing this module puts them in place, once Megatron Core has found 
 Megatron-Bridge after it.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 import megatron.training.training  # noqa: F401 - looks for Transformer Engine
 
 ABSENT = ("transformer_engine", "megatron.energon", "nvidia_resiliency_ext")
 
 
-def _empty(owner: Any, name: str) -> Any:
+def _empty(owner, name):
     """An empty class for every attribute that is asked for, as annotations and base classes do."""
     if name.startswith("__"):
         raise AttributeError(name)
@@ -28,7 +25,7 @@ def _empty(owner: Any, name: str) -> Any:
 class _Empty(type):
     __getattr__ = _empty
 
-    def __or__(cls, other: Any) -> Any:
+    def __or__(cls, other):
         return cls
 
     __ror__ = __or__
@@ -39,15 +36,15 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname, path=None, target=None):
         if any(fullname == package or fullname.startswith(f"{package}.") for package in ABSENT):
             return ModuleSpec(fullname, self, is_package=True)
         return None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
+    def create_module(self, spec):
         return _Module(spec.name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         pass
 
 

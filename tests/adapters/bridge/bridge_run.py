@@ -5,13 +5,10 @@ for the rest. The variable BRIDGE holds the arguments of `config_of` as JSON, an
 `install_bridge`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import absent_packages  # noqa: F401 - before Megatron-Bridge
 import numpy as np
@@ -24,7 +21,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training import config as bridge
 from megatron.bridge.training import eval as bridge_eval
 from megatron.bridge.training import train as bridge_train
-from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
@@ -44,7 +41,7 @@ NUM_PACKS = 12
 NullTokenizer.eos_id = property(lambda self: self.eod)  # the data set asks for it
 
 
-def main() -> None:
+def main():
     """Train, and write a line a step and one for evaluations."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     settings = json.loads(os.environ["BRIDGE"])
@@ -67,7 +64,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def functions() -> list[Any]:
+def functions():
     """The functions that hooks replace."""
     return [bridge_train.train_step, bridge_eval.evaluate, bridge_eval.get_forward_backward_func]
 
@@ -75,12 +72,12 @@ def functions() -> list[Any]:
 class Recorder(Callback):
     """Keeps the figures of steps and evaluations."""
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._trained: Any = None
-        self.of_run: dict[str, Any] = {"evaluations": [], "balanced_evaluations": 0}
+    def __init__(self):
+        self.rows = []
+        self._trained = None
+        self.of_run = {"evaluations": [], "balanced_evaluations": 0}
 
-    def on_train_step_end(self, context: CallbackContext) -> None:
+    def on_train_step_end(self, context):
         assert context.loss_dict is not None
         row = {name.replace(" ", "_"): float(value) for name, value in context.loss_dict.items()}
         run = current()
@@ -91,15 +88,15 @@ class Recorder(Callback):
             row |= {"ranks": [[list(slot) for slot in slots] for slots in schedule.ranks]}
         self.rows.append(row | {"grad_norm": float(context.grad_norm)})
 
-    def on_eval_end(self, context: CallbackContext) -> None:
+    def on_eval_end(self, context):
         self.of_run["evaluations"].append([float(value) for value in (context.total_loss_dict or {}).values()])
         run = current()
         self.of_run["balanced_evaluations"] += run is not None and run.last_step is not self._trained
 
 
-def config_of(folder: Path, *, model: dict[str, Any] | None = None, loader: str = "batch") -> bridge.ConfigContainer:
+def config_of(folder, *, model=None, loader="batch"):
     """Bridge's configuration, with the data set of a folder; `model` has settings in place of those below."""
-    of_model: dict[str, Any] = {
+    of_model = {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -154,7 +151,7 @@ def config_of(folder: Path, *, model: dict[str, Any] | None = None, loader: str 
     )
 
 
-def write_packs(path: Path, *, seed: int) -> None:
+def write_packs(path, *, seed):
     """Packs of one to three sequences of very different lengths, as Bridge's offline packing writes them."""
     rng = np.random.default_rng(seed)
     packs = []

@@ -3,11 +3,7 @@
 scripts/check adapters bridge
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import call
@@ -18,7 +14,7 @@ NUM_PACKS = 12
 BALANCED = {"max_tokens_per_gpu": 256}
 
 
-def run(folder: Path, *, num_ranks: int = 2, **settings: Any) -> Recorded:
+def run(folder, *, num_ranks=2, **settings):
     call(
         "bridge_run:train_here",
         str(folder),
@@ -41,7 +37,7 @@ def run(folder: Path, *, num_ranks: int = 2, **settings: Any) -> Recorded:
         pytest.param({"model": {"context_parallel_size": 2}}, 4, id="CP2-DP2"),
     ],
 )
-def test_trains_and_evaluates_as_stock(tmp_path: Path, settings: dict[str, Any], num_ranks: int) -> None:
+def test_trains_and_evaluates_as_stock(tmp_path, settings, num_ranks):
     stock = run(tmp_path / "stock", num_ranks=num_ranks, **settings)
     balanced = run(tmp_path / "balanced", num_ranks=num_ranks, install=BALANCED, **settings)
     assert len(balanced.steps) == NUM_STEPS
@@ -61,7 +57,7 @@ def test_trains_and_evaluates_as_stock(tmp_path: Path, settings: dict[str, Any],
     assert "megatron_balance: iteration 4 |" in balanced.output
 
 
-def test_means_of_micro_batches_are_weighed_as_stock(tmp_path: Path) -> None:
+def test_means_of_micro_batches_are_weighed_as_stock(tmp_path):
     """The gradients of Bridge without `calculate_per_token_loss`; tokens that count alike give others."""
     stock = run(tmp_path / "stock", model={"calculate_per_token_loss": False})
     flags = ["--balance-loss-weighting", "micro-batch"]
@@ -74,6 +70,6 @@ def test_means_of_micro_batches_are_weighed_as_stock(tmp_path: Path) -> None:
         assert_equal(unweighed, reference=stock)
 
 
-def test_a_mean_of_means_is_refused(tmp_path: Path) -> None:
+def test_a_mean_of_means_is_refused(tmp_path):
     with pytest.raises(RunFailed, match="--calculate-per-token-loss is not set"):
         run(tmp_path, num_ranks=1, install=BALANCED, model={"calculate_per_token_loss": False})

@@ -3,13 +3,8 @@
 The learning rate is 0: every step has the weights of the first, so that its loss and gradient can be computed alone.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,24 +35,24 @@ VOCABULARY = 64
 LENGTHS = np.clip(np.random.default_rng(3).lognormal(3.5, 0.9, 64), 4, 200).astype(int)
 
 
-def samples() -> list[list[int]]:
+def samples():
     """Tokens of each."""
     generator = np.random.default_rng(1)
     return [generator.integers(1, VOCABULARY, length).tolist() for length in LENGTHS]
 
 
-def _model() -> LlamaForCausalLM:
+def _model():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, max_position_embeddings=256))
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer():
     words = models.WordLevel({f"<{number}>": number for number in range(VOCABULARY)}, unk_token="<0>")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="<0>", eos_token="<0>")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder):
     """A small model and its tokenizer, with a template of chats, in a folder."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, head_dim=16, **sizes, num_key_value_heads=2)).save_pretrained(
@@ -69,7 +64,7 @@ def write_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def alone(positions: Sequence[int]) -> tuple[float, float]:
+def alone(positions):
     """Loss per label and gradient norm of these samples, each by itself."""
     model, tokens = _model(), samples()
     labels = sum(len(tokens[position]) - 1 for position in positions)
@@ -86,14 +81,14 @@ def alone(positions: Sequence[int]) -> tuple[float, float]:
 class _Stop(TrainerCallback):
     """Ends training after a step, as a killed run would after its checkpoint."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step):
         self._step = step
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args, state, control, **_):
         control.should_training_stop = state.global_step >= self._step
 
 
-def _trainer(kind: str, folder: str, **settings: Any) -> Any:
+def _trainer(kind, folder, **settings):
     settings = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -118,7 +113,7 @@ def _trainer(kind: str, folder: str, **settings: Any) -> Any:
     )
 
 
-def train(kind: str, *, stop: int = 0, options: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def train(kind, *, stop=0, options, settings):
     """Logged losses and gradient norms, and this rank's micro-batches; stopped and resumed after a step."""
     with tempfile.TemporaryDirectory() as folder:
         names = [folder]
@@ -127,13 +122,13 @@ def train(kind: str, *, stop: int = 0, options: dict[str, Any], settings: dict[s
         for index, last in enumerate(runs):
             trainer = _trainer(kind, names[0], **settings)
             sampler = balance_trainer(trainer, **options)
-            batches: list[list[int]] = []
+            batches = []
             collate = trainer.data_collator
 
-            class Noted(type(collate)):  # type: ignore[misc]
+            class Noted(type(collate)):
                 """Notes the lengths of each micro-batch."""
 
-                def __call__(self, features: Any, *args: Any, **keywords: Any) -> Any:
+                def __call__(self, features, *args, **keywords):
                     batches.append(sorted(len(row["input_ids"]) for row in features))  # noqa: B023 - of this run
                     return super().__call__(features, *args, **keywords)
 
@@ -155,12 +150,12 @@ def train(kind: str, *, stop: int = 0, options: dict[str, Any], settings: dict[s
         }
 
 
-def _own(sampler: BalancedBatchSampler, epoch: int) -> Iterator[list[int]]:
+def _own(sampler, epoch):
     for step in range(sampler.num_steps):
-        yield from sampler.plan(epoch, step)[sampler.rank]  # type: ignore[misc]
+        yield from sampler.plan(epoch, step)[sampler.rank]
 
 
-def warned() -> list[str]:
+def warned():
     """What is said of a Trainer whose model's forward takes no keywords for its loss."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -170,7 +165,7 @@ def warned() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def accelerate(num_workers: int) -> dict[str, Any]:
+def accelerate(num_workers):
     """This rank's micro-batches of two epochs through `prepare`, the rest of each after three, and its sampler's."""
     accelerator = Accelerator(cpu=True)
     sampler = BalancedBatchSampler(LENGTHS, global_batch_size=16, num_microbatches=2, max_tokens=1000)
@@ -186,10 +181,10 @@ def accelerate(num_workers: int) -> dict[str, Any]:
     return {"given": epochs, "rests": rests, "planned": planned}
 
 
-def stateful(num_workers: int, given_before: int, epoch: int) -> dict[str, Any]:
+def stateful(num_workers, given_before, epoch):
     """The rest of an epoch after so many micro-batches, from a state, and without a stop."""
 
-    def loader() -> tuple[BalancedBatchSampler, Any]:
+    def loader():
         sampler = BalancedBatchSampler(LENGTHS, global_batch_size=16, num_microbatches=2)
         sampler.set_epoch(epoch)
         return sampler, StatefulDataLoader(

@@ -1,13 +1,10 @@
 """Accelerate, Trainer, TRL and StatefulDataLoader themselves, on two CPU ranks: losses, micro-batches and resuming."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from hf_cases import LENGTHS, alone, write_model
 KINDS = ("padded", "flattened", "trl packed", "trl padded")
 
 
-def train(kind: str, *, stop: int = 0, options: dict[str, Any] | None = None, **settings: Any) -> list[Any]:
+def train(kind, *, stop=0, options=None, **settings):
     return run_ranks(2, "hf_cases:train", kind=kind, stop=stop, options=options or {}, settings=settings)
 
 

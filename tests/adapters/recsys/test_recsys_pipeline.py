@@ -3,9 +3,7 @@
 On upstream's own classes: `scripts/check upstream CHECKOUT` runs this on two ranks, with the adapter installed.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +23,14 @@ BATCH_SIZE = 64
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
+def ranks():
     dist.init_process_group()
     parallel_state.initialize_model_parallel()
     yield
     dist.destroy_process_group()
 
 
-def batches(rank: int) -> Iterator[Any]:
+def batches(rank):
     """Upstream's batches, which remember whether they were copied; the items of a row are its number."""
 
     @dataclass
@@ -40,12 +38,12 @@ def batches(rank: int) -> Iterator[Any]:
         item_feature_name: str = "item"
         copied: bool = False
 
-        def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        def to(self, device, non_blocking=False):
             batch = super().to(device, non_blocking)
             batch.copied = True
             return batch
 
-        def record_stream(self, stream: Any) -> None:
+        def record_stream(self, stream):
             """The CPU has none."""
 
     rng = np.random.default_rng(rank)
@@ -59,23 +57,23 @@ def batches(rank: int) -> Iterator[Any]:
 class Model(torch.nn.Module):
     """Remembers the items that it was given; `module` is what a wrapper for data parallelism has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.module = torch.nn.Linear(1, 1)
-        self.items: list[list[int]] = []
+        self.items = []
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         items = batch.features.values()
         self.items.append(items.tolist())
         return self.module(items[:, None].float()), None
 
 
 @pytest.mark.parametrize("name", ["jagged_none", "jagged_sparse_dist", "jagged_prefetch_sparse_dist"])
-def test_rows_move_after_the_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_move_after_the_copy(name, monkeypatch):
     shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=4, head_dim=64)
     workloads_of, were_copied = shuffler.get_workloads, []
 
-    def get_workloads(batch: Any) -> torch.Tensor:
+    def get_workloads(batch):
         were_copied.append(batch.copied)
         return workloads_of(batch)
 
@@ -95,7 +93,7 @@ def test_rows_move_after_the_copy(name: str, monkeypatch: pytest.MonkeyPatch) ->
         pipeline.progress(own_batches)
     assert were_copied == [True] * NUM_STEPS
 
-    rank_items: list[Any] = [None] * dist.get_world_size()
+    rank_items = [None] * dist.get_world_size()
     dist.all_gather_object(rank_items, model.items)
     for step in range(NUM_STEPS):
         rows = [set(items[step]) for items in rank_items]

@@ -1,28 +1,16 @@
 """A small double of slime 0.3: the modules that the adapter hooks, with its signatures and flow of data."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 import types
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 SCHEDULE = "slime.utils.dp_schedule"
 
 
-def build_dp_schedule(
-    args: Any,
-    train_parallel_config: dict[str, int],
-    total_lengths: list[int],
-    *,
-    global_batch_size: int,
-    rollout_indices: list[int],
-) -> Any:
+def build_dp_schedule(args, train_parallel_config, total_lengths, *, global_batch_size, rollout_indices):
     """One step: as many micro-batches as the tokens fill, whatever the cap; refuses what slime refuses."""
     if len(set(rollout_indices)) < global_batch_size:
         raise AssertionError("num_rollouts < global_batch_size")
@@ -38,7 +26,7 @@ def build_dp_schedule(
     return partitions, places, [per_rank], [global_batch_size]
 
 
-def put_in_place(monkeypatch: pytest.MonkeyPatch, *, checkout: str | None = None) -> types.ModuleType:
+def put_in_place(monkeypatch, *, checkout=None):
     """Makes the double, or the schedule of a checkout, importable as slime 0.3.1.
 
     Returns `slime.ray.rollout`, which binds the function by value: without Ray and engines.
@@ -58,13 +46,13 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, *, checkout: str | None = None
     return rollout
 
 
-def parallel_config(dp_size: int = 4, *, cp_size: int = 1, vpp_size: int = 1, group: int = 1) -> dict[str, int]:
+def parallel_config(dp_size=4, *, cp_size=1, vpp_size=1, group=1):
     """The metrics that slime's trainer reports."""
     sizes = {"dp_size": dp_size, "cp_size": cp_size, "vpp_size": vpp_size}
     return {**sizes, "microbatch_group_size_per_vp_stage": group}
 
 
-def qwen3_4b(**changed: Any) -> SimpleNamespace:
+def qwen3_4b(**changed):
     """slime's arguments for Qwen3-4B on dynamic batches of 9216 tokens, both balance flags given."""
     batches = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 9216, "micro_batch_size": 1}
     batches |= {"balance_data": True, "balance_by_flops": True, "global_batch_size": 128}
@@ -74,7 +62,7 @@ def qwen3_4b(**changed: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**batches, **sizes, "vocab_size": 151936, "padded_vocab_size": 151936, **changed})
 
 
-def data_of(lengths: list[int]) -> dict[str, Any]:
+def data_of(lengths):
     """Rollouts of one sample each, half of its tokens in the loss."""
     masks = [[1] * (length // 2) for length in lengths]
     return {"tokens": [[0] * n for n in lengths], "loss_masks": masks, "rollout_ids": list(range(len(lengths)))}

@@ -3,8 +3,6 @@
 On a double of its modules, and with MILES_CHECKOUT (marked `checkout`) on its own schedule and its own cut.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os
@@ -12,7 +10,6 @@ import pickle
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from slime_double import FIVE_LONG, build_dp_schedule, data_of, parallel_config, qwen3_4b
@@ -39,10 +36,10 @@ def _package_shards(args, data, partitions):
 
 
 @pytest.fixture(params=["double", pytest.param("checkout", marks=pytest.mark.checkout)])
-def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def manager(request, monkeypatch):
     """The module in which the actor's class lies, which has bound `split_train_data_by_dp` by value."""
 
-    def place(name: str, **content: Any) -> types.ModuleType:
+    def place(name, **content):
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -73,9 +70,7 @@ def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     miles.actor.undo()
 
 
-def test_the_actor_hooks_itself_and_a_step_of_too_few_samples_is_mileses_own(
-    manager: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_actor_hooks_itself_and_a_step_of_too_few_samples_is_mileses_own(manager, caplog):
     before = sys.modules[CONVERSION].build_dp_schedule
     miles.install()
     # As Ray sends it: by value, into a process where nothing is hooked.
@@ -89,7 +84,7 @@ def test_the_actor_hooks_itself_and_a_step_of_too_few_samples_is_mileses_own(
     assert "all ranks take its plan of a run without balancing" in caplog.text
 
 
-def test_a_part_step_is_kept_where_miles_keeps_it(manager: Any) -> None:
+def test_a_part_step_is_kept_where_miles_keeps_it(manager):
     miles.install()
     lengths = [100 * (1 + index) for index in range(14)]
     for keeps, steps in ((True, 2), (False, 1)):

@@ -3,17 +3,12 @@
 On a double of slime's modules, also where the hook is bound, and with SLIME_CHECKOUT (marked `checkout`) on its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,16 +25,7 @@ from megatron_balance.model.hf_config import PRESETS
 QWEN3_4B = CostModel.from_shape(ModelShape.preset("Qwen3-4B"))
 
 
-def plan(
-    lengths: list[int],
-    *,
-    args: SimpleNamespace | None = None,
-    config: dict[str, int] | None = None,
-    rollouts: list[int] | None = None,
-    global_batch_size: int | None = None,
-    checkout: str | None = None,
-    **options: Any,
-) -> Any:
+def plan(lengths, *, args=None, config=None, rollouts=None, global_batch_size=None, checkout=None, **options):
     """`(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)` of the hooked function.
 
     A Ray actor gets it pickled: by value, with its options, not by the name of the function that it replaces.
@@ -60,7 +46,7 @@ def plan(
         )
 
 
-def slots_of(schedule: Any) -> list[list[list[int]]]:
+def slots_of(schedule):
     """For every rank, for every micro-batch, positions in the rollout batch."""
     partitions, indices, _, _ = schedule
     return [
@@ -68,18 +54,16 @@ def slots_of(schedule: Any) -> list[list[list[int]]]:
     ]
 
 
-def costs(schedule: Any, lengths: list[int], cost: CostModel = QWEN3_4B) -> np.ndarray:
+def costs(schedule, lengths, cost=QWEN3_4B):
     """`[dp_size, num_microbatches]`, without the work of experts that a group shares."""
     return np.array([[sum(cost.local_cost(lengths[s]) for s in ids) for ids in slots] for slots in slots_of(schedule)])
 
 
-def over_mean(rank_costs: np.ndarray) -> float:
+def over_mean(rank_costs):
     return float(rank_costs.max() * len(rank_costs) / rank_costs.sum())
 
 
-def check(
-    schedule: Any, lengths: list[int], *, expected: list[int] | None = None, cap: int = 9216, multiple: int = 1
-) -> None:
+def check(schedule, lengths, *, expected=None, cap=9216, multiple=1):
     """slime's invariants, as its own tests assert them, the cap and no empty micro-batch besides."""
     partitions, indices, num_microbatches, _ = schedule
     padded = [-(-length // multiple) * multiple for length in lengths]
@@ -99,7 +83,7 @@ def check(
     group=st.sampled_from([1, 2, 4]),
 )
 @settings(max_examples=60)
-def test_any_lengths(lengths: list[int], dp_size: int, cp_size: int, group: int) -> None:
+def test_any_lengths(lengths, dp_size, cp_size, group):
     """R35, R37: also with context parallelism, on padded lengths, and with a pipeline's group.
 
     slime is 1.26 times over the cap at CP 4, and leaves a rank empty where all lengths are zero.
@@ -112,7 +96,7 @@ def test_any_lengths(lengths: list[int], dp_size: int, cp_size: int, group: int)
     assert all(count % group == 0 for count in schedule[2])
 
 
-def test_slimes_own_example() -> None:
+def test_slimes_own_example():
     """The partition that slime's test_balance_data_distributes_by_flops asks for, with the arguments it gives."""
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "vocab_size": 32, "kv_channels": 8}
     sizes |= {"ffn_hidden_size": 64, "num_layers": 2, "num_experts": None}
@@ -127,9 +111,7 @@ def test_slimes_own_example() -> None:
     [([0] * 16, 9216, 4, [4] * 4, 1), ([4096] * 72, 32768, 8, [9] * 8, 2)],
     ids=["no tokens", "slime: 12, 12, 8, 8, …"],
 )
-def test_samples_of_each_rank(
-    lengths: list[int], cap: int, dp_size: int, samples: list[int], num_microbatches: int
-) -> None:
+def test_samples_of_each_rank(lengths, cap, dp_size, samples, num_microbatches):
     schedule = plan(lengths, args=qwen3_4b(max_tokens_per_gpu=cap), config=parallel_config(dp_size))
     check(schedule, lengths, cap=cap)
     assert sorted(map(len, schedule[0])) == samples
@@ -140,7 +122,7 @@ WHERE = pytest.mark.parametrize("checkout", [None, pytest.param("SLIME_CHECKOUT"
 
 
 @WHERE
-def test_a_step_of_too_few_samples_is_slimes_own(checkout: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_of_too_few_samples_is_slimes_own(checkout, caplog):
     """Masked copies in the place of what is missing ended runs of reinforce_plus_plus, and made MTP's gradients NaN."""
     checkout = checkout and os.environ[checkout]
     lengths, args = [*FIVE_LONG, *[4000] * 4], qwen3_4b()
@@ -166,13 +148,13 @@ def test_a_step_of_too_few_samples_is_slimes_own(checkout: str | None, caplog: p
 
 
 @WHERE
-def test_where_slime_fails_too_the_error_says_what_to_change(checkout: str | None) -> None:
+def test_where_slime_fails_too_the_error_says_what_to_change(checkout):
     for lengths in ([9000, 9000, 8000, 9000, 9000], [500, 300]):
         with pytest.raises(BalanceError, match=r"a step has . samples for . micro-batches.*--global-batch-size"):
             plan(lengths, checkout=checkout and os.environ[checkout])
 
 
-def test_siblings_share_a_step_and_trailing_rollouts_drop() -> None:
+def test_siblings_share_a_step_and_trailing_rollouts_drop():
     rollouts = [0, 0, 1, 2, 2, 3, 4, 4]
     lengths = [300, 200, 400, 100, 500, 600, 700, 800]
     schedule = plan(lengths, config=parallel_config(2), rollouts=rollouts, global_batch_size=2)
@@ -184,7 +166,7 @@ def test_siblings_share_a_step_and_trailing_rollouts_drop() -> None:
 
 
 @pytest.mark.parametrize("flags", [(True, False), (True, True), (False, True)])
-def test_either_flag_balances_by_flops(flags: tuple[bool, bool]) -> None:
+def test_either_flag_balances_by_flops(flags):
     """R33, R39: FLOPs serve packing and rank assignment.
 
     GSM8K fills three micro-batches for four ranks; slime halves one, and a rank has 1.33 times the mean.
@@ -197,7 +179,7 @@ def test_either_flag_balances_by_flops(flags: tuple[bool, bool]) -> None:
     assert over_mean(costs(schedule, lengths).sum(axis=1)) <= 1.001
 
 
-def test_without_a_flag_slimes_own_runs_and_refuses_in_its_own_words() -> None:
+def test_without_a_flag_slimes_own_runs_and_refuses_in_its_own_words():
     args = qwen3_4b(balance_data=False)
     del args.balance_by_flops  # as before slime had it
     config, rollouts = parallel_config(), [0, 1, 2, 3]
@@ -207,12 +189,12 @@ def test_without_a_flag_slimes_own_runs_and_refuses_in_its_own_words() -> None:
         plan([3] * 6, rollouts=[0, 0, 1, 1, 2, 2], global_batch_size=4)
 
 
-def test_dynamic_batches_need_a_cap() -> None:
+def test_dynamic_batches_need_a_cap():
     with pytest.raises(BalanceError, match="max_tokens_per_gpu"):
         plan([10] * 8, args=qwen3_4b(max_tokens_per_gpu=None))
 
 
-def test_a_cost_and_a_model_of_ones_own() -> None:
+def test_a_cost_and_a_model_of_ones_own():
     """R34, R36, R40: the same FLOPs by slime's arguments and by the model's name."""
     lengths = synthetic_lengths("code_files", num_samples=64, seed=4).clip(max=9216).tolist()
     assert over_mean(costs(plan(lengths, cost="tokens"), lengths, CostModel.tokens()).sum(axis=1)) <= 1.002
@@ -223,7 +205,7 @@ def test_a_cost_and_a_model_of_ones_own() -> None:
     ("module", "checkpoint", "described"),
     [("qwen3_next", *["Qwen3-Next-80B-A3B"] * 2), ("glm5.glm5", "GLM-5", "GLM-5"), ("glm4", "GLM-5", "Qwen3-4B")],
 )
-def test_layers_that_only_the_checkpoint_tells(tmp_path: Path, module: str, checkpoint: str, described: str) -> None:
+def test_layers_that_only_the_checkpoint_tells(tmp_path, module, checkpoint, described):
     """With these specs layers have linear or sparse attention, and no argument says so; for GLM-4 arguments say all."""
     (tmp_path / "config.json").write_text(json.dumps(PRESETS[checkpoint]))
     args = qwen3_4b(spec=[f"slime_plugins.models.{module}", "get_spec"], hf_checkpoint=str(tmp_path))
@@ -241,7 +223,7 @@ MOE = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "ex
 @pytest.mark.parametrize(
     ("sizes", "objective"), [(MOE, "auto"), ({}, "microbatch"), ({"use_torch_fsdp2": True}, "auto")]
 )
-def test_ranks_that_meet_in_every_micro_batch(sizes: dict[str, int], objective: str) -> None:
+def test_ranks_that_meet_in_every_micro_batch(sizes, objective):
     """R42, the MoE setups: expert-parallel groups over four ranks. The slots of a group have equal cost."""
     lengths = synthetic_lengths("code_files", num_samples=64, seed=6).clip(max=4096).tolist()  # a step's plan waits 2 %
     args = qwen3_4b(max_tokens_per_gpu=4096, **sizes)
@@ -251,14 +233,14 @@ def test_ranks_that_meet_in_every_micro_batch(sizes: dict[str, int], objective: 
     assert grid.max(axis=0).sum() * 4 <= 1.01 * grid.sum()
 
 
-def sample_means(args: Any, batch: Any, values: torch.Tensor, sum_of_sample_mean: Any) -> Any:
+def sample_means(args, batch, values, sum_of_sample_mean):
     """A custom loss of slime: of one value a token."""
     return sum_of_sample_mean(values), {}
 
 
 @pytest.mark.checkout
 @pytest.mark.parametrize("per_token", [False, True])
-def test_slimes_loss_does_not_depend_on_the_plan(monkeypatch: pytest.MonkeyPatch, per_token: bool) -> None:
+def test_slimes_loss_does_not_depend_on_the_plan(monkeypatch, per_token):
     """It is normalised over the step: by rollouts, or by tokens."""
     checkout, dp_size = os.environ["SLIME_CHECKOUT"], 4
     lengths = synthetic_lengths("gsm8k_sft", num_samples=32, seed=0).tolist()
@@ -274,7 +256,7 @@ def test_slimes_loss_does_not_depend_on_the_plan(monkeypatch: pytest.MonkeyPatch
     masks = [torch.rand(length, generator=generator) < 0.5 for length in lengths]
     values = [torch.randn(length, generator=generator) for length in lengths]
 
-    def loss(ranks: list[list[list[int]]]) -> float:
+    def loss(ranks):
         """As Megatron adds them up over micro-batches and ranks."""
         total = counted = 0.0
         for slots in ranks:
@@ -297,17 +279,17 @@ def test_slimes_loss_does_not_depend_on_the_plan(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def rollout(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def rollout(monkeypatch):
     """`slime.ray.rollout` of the double; nothing stays installed."""
     yield put_in_place(monkeypatch)
     slime.installation.undo()
 
 
-def bound(rollout: ModuleType) -> list[object]:
+def bound(rollout):
     return [vars(module)["build_dp_schedule"] for module in (sys.modules[SCHEDULE], rollout)]
 
 
-def test_too_late_is_refused(rollout: ModuleType) -> None:
+def test_too_late_is_refused(rollout):
     """Ray has pickled the actor's class."""
     metadata = SimpleNamespace(last_export_cluster_and_job="session", class_name="RolloutManager")
     vars(rollout)["RolloutManager"] = SimpleNamespace(__ray_metadata__=metadata)

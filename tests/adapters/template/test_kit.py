@@ -94,7 +94,7 @@ def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, min_
 
 def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(monkeypatch):
     """Two trainers bind the host's function by value: one loads after the hooks, and one before with a method."""
-    late: Installation[int] = Installation("late_host", remedy="")
+    late = Installation("late_host", remedy="")
 
     def load(name, **content):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

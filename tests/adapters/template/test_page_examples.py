@@ -4,15 +4,13 @@ NeMo-RL's runs on a double of its packer, and with NEMO_RL_CHECKOUT (marked `che
 cut into shards. Its hooks stand for those of every `Installation`.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -39,11 +37,11 @@ for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MU
 class Packer:
     """One sequence after another into the last bin, then as many bins as are asked for."""
 
-    def __init__(self, bin_capacity: int, min_bins: int, multiple: int) -> None:
+    def __init__(self, bin_capacity, min_bins, multiple):
         self.bin_capacity, self.least, self.multiple = bin_capacity, min_bins, multiple
 
-    def pack(self, sequence_lengths: list[int]) -> list[list[int]]:
-        bins: list[list[int]] = [[]]
+    def pack(self, sequence_lengths):
+        bins = [[]]
         for index, length in enumerate(sequence_lengths):
             if sum(sequence_lengths[second] for second in bins[-1]) + length > self.bin_capacity:
                 bins.append([])
@@ -54,17 +52,17 @@ class Packer:
         return bins
 
 
-def get_packer(algorithm: str, bin_capacity: int, min_bin_count: int = 1, bin_count_multiple: int = 1) -> Packer:
+def get_packer(algorithm, bin_capacity, min_bin_count=1, bin_count_multiple=1):
     return Packer(bin_capacity, min_bin_count, bin_count_multiple)
 
 
-def be_release(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+def be_release(monkeypatch, release):
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: release if name == "nemo-rl" else version(name))
 
 
 @pytest.fixture(params=["double", pytest.param("checkout", marks=pytest.mark.checkout)])
-def shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
+def shard(request, monkeypatch):
     """Cuts a global batch of these lengths into the micro-batches of each rank."""
     be_release(monkeypatch, "0.6.0")
     for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
@@ -78,12 +76,12 @@ def shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.syspath_prepend(os.environ["NEMO_RL_CHECKOUT"])
     batches = importlib.import_module(BATCHES)
 
-    def by_double(lengths: list[int]) -> list[list[list[int]]]:
+    def by_double(lengths):
         sizes = {"min_bin_count": RANKS, "bin_count_multiple": RANKS}
         bins = batches.get_packer(algorithm="any", bin_capacity=CAP, **sizes).pack(sequence_lengths=lengths)
         return [bins[rank::RANKS] for rank in range(RANKS)]
 
-    def by_checkout(lengths: list[int]) -> list[list[list[int]]]:
+    def by_checkout(lengths):
         batch = batches.BatchedDataDict(
             ids=torch.arange(len(lengths)), lengths=torch.tensor(lengths), input_ids=torch.zeros(len(lengths), 1)
         )
@@ -97,13 +95,13 @@ def shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     page.installation.undo()
 
 
-def waiting(ranks: list[list[list[int]]], lengths: list[int]) -> float:
+def waiting(ranks, lengths):
     """The costliest micro-batch of every slot over the mean."""
     costs = np.array([[sum(QWEN3_8B(lengths[index]) for index in slot) for slot in slots] for slots in ranks])
     return float(costs.max(axis=0).sum() / costs.mean(axis=0).sum())
 
 
-def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard) -> None:
+def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard):
     stock, balanced = [], []
     for seed in range(8):
         lengths = np.clip(np.random.default_rng(seed).lognormal(7.5, 1.2, 256), 16, CAP).astype(int).tolist()
@@ -118,7 +116,7 @@ def test_slots_are_even_and_every_sequence_runs_once_under_the_cap(shard: Shard)
     assert np.mean(stock) >= 1.08
 
 
-def test_installs_once_and_is_undone(shard: Shard) -> None:
+def test_installs_once_and_is_undone(shard):
     stock = vars(sys.modules[BATCHES])["get_packer"]
     installed = page.install()
     assert page.install() is installed
@@ -129,7 +127,7 @@ def test_installs_once_and_is_undone(shard: Shard) -> None:
     assert vars(sys.modules[BATCHES])["get_packer"] is stock
 
 
-def test_another_release_is_refused_unless_any_is_allowed(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_is_refused_unless_any_is_allowed(shard, monkeypatch):
     be_release(monkeypatch, "0.4.0")
     with pytest.raises(BalanceError, match=r"nemo-rl is 0\.4\.0.*tested on 0\.6.*set MEGATRON_BALANCE_ANY_VERSION=1"):
         page.install()
@@ -138,9 +136,7 @@ def test_another_release_is_refused_unless_any_is_allowed(shard: Shard, monkeypa
     page.install().undo()
 
 
-def test_the_switch_leaves_the_host_as_it_is(
-    shard: Shard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_switch_leaves_the_host_as_it_is(shard, monkeypatch, caplog):
     monkeypatch.setattr("megatron_balance.hooking._announced_off", set())
     monkeypatch.setenv("MEGATRON_BALANCE", "0")
     for _ in range(2):
@@ -153,7 +149,7 @@ def test_the_switch_leaves_the_host_as_it_is(
 LENGTHS = ([16, 15, 14, 13], [1, 2, 3, 4])
 
 
-def run_rank() -> list[list[list[int]]]:
+def run_rank():
     """The tokens of each micro-batch of this rank."""
     samples = [Sample({"tokens": torch.full((length,), length)}) for length in LENGTHS[dist.get_rank()]]
     samples = samples_of(samples)
@@ -161,7 +157,7 @@ def run_rank() -> list[list[list[int]]]:
     return [[tokens.tolist() for tokens in slot.columns["tokens"]] for slot in slots]
 
 
-def test_samples_move_by_plan_and_each_runs_once() -> None:
+def test_samples_move_by_plan_and_each_runs_once():
     """Two ranks with very different data run the same number of tokens."""
     slots_of = run_ranks(2, "test_page_examples:run_rank")
     runs = [sequence for slots in slots_of for slot in slots for sequence in slot]

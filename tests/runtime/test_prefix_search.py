@@ -1,24 +1,19 @@
 """Shared prefixes found by hashes: against the tokens themselves, over ranks, and where hashes collide."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from exchange_cases import responses
-from numpy.typing import NDArray
 from sample_rows import Sample, samples_of
 
 from megatron_balance import Forest
 from megatron_balance.samples.shared_prefixes import hash_chains
 
 
-def forest_of(rows: Sequence[Sample], *, block: int = 8, bits: int = 64) -> Forest:
+def forest_of(rows, *, block=8, bits=64):
     """The forest of samples, by hashes of so many bits."""
     samples = samples_of(rows)
     chains = hash_chains(samples, block=block)
@@ -29,20 +24,20 @@ def forest_of(rows: Sequence[Sample], *, block: int = 8, bits: int = 64) -> Fore
     return forest
 
 
-def shared(forest: Forest, first: int, second: int) -> int:
+def shared(forest, first, second):
     """Tokens of the nodes that two samples have in common."""
     common = np.intersect1d(forest.paths[:, first], forest.paths[:, second])
     return int(forest.node_tokens[common[common >= 0]].sum())
 
 
-def equal_tokens(first: Sample, second: Sample, names: Sequence[str] = ("tokens", "labels")) -> int:
+def equal_tokens(first, second, names=("tokens", "labels")):
     """Tokens at the start of two samples that have equal keys."""
     length = min(first.length, second.length)
     same = torch.stack([first.tensors[name][:length] == second.tensors[name][:length] for name in names]).all(0)
     return int(same.long().cumprod(0).sum())
 
 
-def labelled(tokens: NDArray[np.int64], *, prompt: int) -> Sample:
+def labelled(tokens, *, prompt):
     """A response whose label is the next token, trained from the prompt's last token on."""
     ids, mask = torch.from_numpy(tokens), torch.ones(tokens.size)
     mask[: prompt - 1] = 0
@@ -50,7 +45,7 @@ def labelled(tokens: NDArray[np.int64], *, prompt: int) -> Sample:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_responses_share_their_whole_prompt(seed: int) -> None:
+def test_responses_share_their_whole_prompt(seed):
     """All but its last token, whose label is each response's own; the rest by whole blocks."""
     rows = responses(seed, groups=6, size=4)
     forest = forest_of(rows)
@@ -64,10 +59,10 @@ def test_responses_share_their_whole_prompt(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_forest_is_that_of_the_tokens_for_any_samples(seed: int) -> None:
+def test_a_forest_is_that_of_the_tokens_for_any_samples(seed):
     """Trees of any depth, samples that begin others, and equal ones, without masks: shared by whole blocks."""
     rng = np.random.default_rng(seed)
-    texts: list[NDArray[np.int64]] = [rng.integers(0, 9, 40)]
+    texts = [rng.integers(0, 9, 40)]
     for _ in range(30):
         base = texts[rng.integers(len(texts))]
         texts.append(np.concatenate([base[: rng.integers(base.size + 1)], rng.integers(0, 9, rng.integers(30))]))
@@ -83,7 +78,7 @@ def test_a_forest_is_that_of_the_tokens_for_any_samples(seed: int) -> None:
 
 
 @pytest.mark.parametrize("change", ["tokens swapped", "blocks swapped", "shifted", "labels", "advantages"])
-def test_what_differs_is_told_apart(change: str) -> None:
+def test_what_differs_is_told_apart(change):
     rng = np.random.default_rng(1)
     tokens = torch.from_numpy(rng.integers(0, 50, 32))
     tokens[1] = tokens[0] + 1
@@ -102,7 +97,7 @@ def test_what_differs_is_told_apart(change: str) -> None:
     assert shared(forest_of([Sample(keys), Sample(other)]), 0, 1) == expected
 
 
-def test_samples_that_train_other_tokens_share_what_is_before() -> None:
+def test_samples_that_train_other_tokens_share_what_is_before():
     """The mask is no part of the hashes; where the first trained label differs, chains part at the nearer one."""
     tokens = np.arange(64)
     rows = [labelled(tokens, prompt=prompt) for prompt in (21, 21, 31, 33)]
@@ -112,7 +107,7 @@ def test_samples_that_train_other_tokens_share_what_is_before() -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_hashes_that_collide_share_too_much_and_comparing_tokens_finds_it(bits: int) -> None:
+def test_hashes_that_collide_share_too_much_and_comparing_tokens_finds_it(bits):
     rows = responses(3, groups=40, size=2)
     forest = forest_of(rows, bits=bits, block=128)
     wrong = [
@@ -123,7 +118,7 @@ def test_hashes_that_collide_share_too_much_and_comparing_tokens_finds_it(bits: 
     assert wrong, "the hashes were cut so that they collide"
 
 
-def test_chains_do_not_depend_on_the_machine() -> None:
+def test_chains_do_not_depend_on_the_machine():
     """Recorded: ranks of other processors must compute the same."""
     chains = hash_chains(samples_of([labelled(np.arange(300), prompt=200), labelled(np.arange(100), prompt=40)]))
     assert chains.counts.tolist() == [3, 1]
@@ -132,7 +127,7 @@ def test_chains_do_not_depend_on_the_machine() -> None:
     assert [hex(value) for value in chains.hashes] == recorded
 
 
-def test_ranks_build_one_forest_in_any_order_of_arrival(run_cases: Any) -> None:
+def test_ranks_build_one_forest_in_any_order_of_arrival(run_cases):
     forests = run_cases(2, "forest_of_ranks", numbers=[3, 9])
     assert forests[0] == forests[1]
     rows = responses(7, groups=4, size=3)
@@ -143,12 +138,12 @@ def test_ranks_build_one_forest_in_any_order_of_arrival(run_cases: Any) -> None:
 
 
 @pytest.mark.parametrize("numbers", [[0, 12], [0, 0]])
-def test_ranks_without_samples_take_part(run_cases: Any, numbers: list[int]) -> None:
+def test_ranks_without_samples_take_part(run_cases, numbers):
     first, second = run_cases(2, "forest_of_ranks", numbers=numbers)
     assert first == second
     assert len(first[2]) == sum(numbers)
 
 
-def test_what_fails_on_one_rank_is_raised_on_every_rank(run_cases: Any) -> None:
+def test_what_fails_on_one_rank_is_raised_on_every_rank(run_cases):
     messages = run_cases(2, "hashing_fails_on_rank_1")
     assert messages == ["rank 1 failed: no labels — here"] * 2
