@@ -74,6 +74,11 @@ def loss_weights(
 def token_weights(sizes: MicrobatchSizes, number: int, *, topology: Topology) -> Tensor:
     """Weights of the tokens of a micro-batch on each of its context-parallel ranks, 0 for filler."""
     assert sizes.loss_weights is not None, "this step has weights"
+    if trees := sizes.trees():
+        tree, before = trees[number], np.append(0, np.cumsum(sizes.loss_weights[number]))
+        sums = before[tree.first_samples + tree.num_samples] - before[tree.first_samples]
+        means = sums / np.maximum(tree.num_samples, 1)  # the loss mask has their number
+        return torch.from_numpy(np.repeat(means, np.diff(tree.starts)).astype(np.float32))
     # Each rank holds two chunks of every padded sequence, or the whole one.
     cp_size, lengths = sizes.cp_sizes[number], np.array(sizes.sequence_lengths[number], dtype=np.int64)
     multiple = topology.with_cp_size(cp_size).token_multiple

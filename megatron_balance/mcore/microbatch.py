@@ -88,7 +88,7 @@ class RunningStep(Iterator[Microbatch]):
             _refuse_without("packed_seq_params", reason, remedy, model=model)
             starts = pack(self._sizes, settings=settings, pin_memory=False)
             self._params = [packed_seq_params(microbatch) for microbatch in starts]
-        if trees is not None:
+        if trees:
             shard = (coords.tp, settings.topology.tp_size) if settings.topology.sequence_parallel else (0, 1)
             self._sharing = PrefixSharing(model, trees=trees, params=self._params, shard=shard)
 
@@ -224,11 +224,11 @@ def _refuse_without(keyword: str, reason: str, remedy: str, *, model: Any) -> No
 
 
 def _router_masks(
-    sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords, trees: list[PrefixTree] | None
+    sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords, trees: list[PrefixTree]
 ) -> list[Tensor]:
     """True where a token of this context-parallel rank is padding: `[1, t]` a micro-batch, in one copy to the GPU."""
     dp_cp_rank = coords.dp * topology.cp_size + coords.cp
-    if trees is not None:
+    if trees:
         masks = [tree.multiplicity == 0 for tree in trees]
     else:
         columns = zip(sizes.sequence_lengths, sizes.num_tokens, sizes.cp_sizes, strict=True)

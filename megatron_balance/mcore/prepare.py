@@ -73,11 +73,9 @@ class MicrobatchSizes:
     loss_weights: list[list[float]] | None = None  # of these sequences; None where all tokens count alike
     shared: list[list[int]] | None = None  # tokens that each shares with the one before it; None where none may
 
-    def trees(self) -> list[PrefixTree] | None:
-        """The tree of each micro-batch whose samples share tokens."""
-        if self.shared is None:
-            return None
-        columns = zip(self.sequence_lengths, self.shared, self.num_tokens, strict=True)
+    def trees(self) -> list[PrefixTree]:
+        """The tree of each micro-batch whose samples share tokens; none where none may."""
+        columns = zip(self.sequence_lengths, self.shared or (), self.num_tokens, strict=self.shared is not None)
         return [PrefixTree.of(lengths, shared, num_tokens=num_tokens) for lengths, shared, num_tokens in columns]
 
 
@@ -189,7 +187,7 @@ class StepBuilder:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         forest = None
         if settings.share_prefixes:
-            chains = gather_chains(hash_chains(samples), group=group)
+            chains = gather_chains(hash_chains(samples, with_mask=self._weighting is not None), group=group)
             forest = Forest.from_chains(gathered.lengths, chains)
         plan_started = time.perf_counter()
         schedule = self._plan(gathered, forest=forest)
@@ -337,13 +335,16 @@ def pack(
 ) -> list[Microbatch]:
     """The micro-batches of a rank, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
+    trees = sizes.trees()
     multiples = {size: settings.topology.with_cp_size(size).token_multiple for size in {*sizes.cp_sizes}}
     for number, (cp_size, num_tokens) in enumerate(zip(sizes.cp_sizes, sizes.num_tokens, strict=True)):
         shape: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
         shape["few_shapes"] = settings.few_shapes
-        if sizes.shared is not None:
-            tree = PrefixTree.of(sizes.sequence_lengths[number], sizes.shared[number], num_tokens=num_tokens)
-            packs.append(tree_starts(tree) if samples is None else pack_shared(samples[number], tree=tree))
+        if trees and samples is None:
+            packs.append(tree_starts(trees[number]))
+        elif trees and samples is not None:
+            weighting = None if sizes.loss_weights is None else settings.loss_weighting
+            packs.append(pack_shared(samples[number], tree=trees[number], weighting=weighting))
         elif samples is None:
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:

@@ -34,7 +34,7 @@ class PrefixTree:
         ends: `[num_nodes]` the end of the nodes below each.
         depths: `[num_nodes]` nodes above each.
         first_positions: `[num_nodes]` the position of its first token in its samples.
-        num_samples: `[num_nodes]` samples that hold each.
+        first_samples, num_samples: `[num_nodes]` the first sample that holds each, and how many follow one another.
         shared: of each sample, tokens that it shares with the one before it.
     """
 
@@ -42,6 +42,7 @@ class PrefixTree:
     ends: Ints
     depths: Ints
     first_positions: Ints
+    first_samples: Ints
     num_samples: Ints
     shared: Sequence[int]
 
@@ -52,21 +53,22 @@ class PrefixTree:
         fillers = [(min(FILLER_TOKENS, filler - start), 0) for start in range(0, filler, FILLER_TOKENS)]
         runs = [*zip(lengths, shared, strict=True), *fillers]
         starts = _cuts(runs)
-        ends, depths, first_positions, num_samples = np.zeros((4, starts.size - 1), dtype=np.int64)
-        path: list[tuple[int, int, int]] = []  # of the sample before: nodes, the position where each ends, its sample
+        ends, depths, first_positions, first_samples, num_samples = np.zeros((5, starts.size - 1), dtype=np.int64)
+        path: list[tuple[int, int]] = []  # of the sample before: nodes, and the position where each ends
         node = place = 0
         for sample, (length, common) in enumerate([*runs, (0, 0)]):
             while path and path[-1][1] > common:
-                left, _, first = path.pop()
-                ends[left], num_samples[left] = place, sample - first
+                left, _ = path.pop()
+                ends[left], num_samples[left] = place, sample - first_samples[left]
             position, place = common, place + length - common
             while node < depths.size and starts[node] < place:
-                depths[node], first_positions[node] = len(path), position
+                depths[node], first_positions[node], first_samples[node] = len(path), position, sample
                 position += int(starts[node + 1] - starts[node])
-                path.append((node, position, sample))
+                path.append((node, position))
                 node += 1
-        num_samples[starts[:-1] >= num_tokens - filler] = 0
-        return cls(starts, ends, depths, first_positions, num_samples, shared)
+        is_filler = starts[:-1] >= num_tokens - filler
+        first_samples[is_filler] = num_samples[is_filler] = 0
+        return cls(starts, ends, depths, first_positions, first_samples, num_samples, shared)
 
     @property
     def positions(self) -> Ints:
@@ -117,12 +119,13 @@ def _bounds(sizes: Ints) -> Ints:
     return np.append(0, np.cumsum(sizes))
 
 
-def pack_shared(samples: Samples, *, tree: PrefixTree) -> dict[str, Tensor]:
+def pack_shared(samples: Samples, *, tree: PrefixTree, weighting: str | None = None) -> dict[str, Tensor]:
     """Pack samples, in the order of their tree, into one micro-batch; none make a masked dummy.
 
     Args:
         samples: on the CPU, with the schema of all samples of the run and per-token keys alone.
         tree: of those that are not empty.
+        weighting: a key that weighs samples, which is left out; shared tokens have one loss mask then.
 
     Returns:
         Per-token keys `[1, num_tokens, *trailing]`, filled up with zeros, `position_ids` counted within each sample,
@@ -134,16 +137,17 @@ def pack_shared(samples: Samples, *, tree: PrefixTree) -> dict[str, Tensor]:
     """
     schema = samples.schema
     assert schema is not None, "a dummy has the schema of the run"
-    _check_keys(schema.keys)
+    keys = [key for key in schema.keys if key.kind == "per_token" or key.name != weighting]
+    _check_keys(keys)
     samples = samples.select(samples.lengths.nonzero()[0])
     shared, filler = tree.shared, int((tree.multiplicity == 0).sum())
     batch = tree_starts(tree)
-    for key in schema.keys:
+    for key in keys:
         column = samples.columns.get(key.name, ())
         if key.name == "position_ids":
             _check_positions(column)
             continue
-        if key.name != "loss_mask":
+        if key.name != "loss_mask" or weighting is not None:
             _check_equal(key.name, column, shared=shared)
         added = [values[common:] for values, common in zip(column, shared, strict=True)]
         batch[key.name] = torch.cat([*added, torch.zeros(filler, *key.shape, dtype=key.dtype)]).unsqueeze(0)

@@ -49,18 +49,21 @@ class HashChains:
     hashes: Words
 
 
-def hash_chains(samples: Samples, *, block: int = BLOCK_TOKENS) -> HashChains:
+def hash_chains(samples: Samples, *, block: int = BLOCK_TOKENS, with_mask: bool = False) -> HashChains:
     """The chains of a rank's samples: of all per-token keys but the loss mask, and of next tokens where no labels are.
 
     Args:
         samples: on the CPU.
         block: tokens between hashes.
+        with_mask: hash the loss mask too, for samples of different weights.
     """
     names = [] if samples.schema is None else [key.name for key in samples.schema.keys if key.kind == "per_token"]
     columns = {name: _integers(samples.columns[name]) for name in names}
     trained = np.zeros(samples.lengths.sum(), dtype=np.bool_)
     if SUMMED_KEY in columns:
-        trained = columns.pop(SUMMED_KEY).any(axis=1)
+        trained = columns[SUMMED_KEY].any(axis=1)
+        if not with_mask:
+            del columns[SUMMED_KEY]
     if "labels" not in columns and "tokens" in columns:
         columns["labels"] = next_tokens(columns["tokens"], lengths=samples.lengths)
     words = [word for name in sorted(columns) for word in columns[name].T]

@@ -7,7 +7,7 @@ small blocks, so that all that they share is found.
 import re
 
 import pytest
-from table import BY_FLOPS, FAMILIES, RECOMPUTED, ROUTER_LOSSES, SHARDED, Row
+from table import BY_FLOPS, FAMILIES, RECOMPUTED, ROUTER_LOSSES, SHARDED, WEIGHTED, Row
 from test_matrix import assert_reads, case, microbatches
 from training_run import ALLOWANCES, RunFailed, assert_equal
 
@@ -28,13 +28,13 @@ ROWS = [
     row("verified", "DP2", balance=f"{SHARED} --balance-verify"),
     row("recomputed", "TP2-PP2", RECOMPUTED),
     row("router-losses", "EP2", BY_TOKEN, model="moe"),
-    row("latent", "DP2", f"{LATENT} {UP_PROJECTION}"),
+    row("latent", "DP2", f"{LATENT} {UP_PROJECTION}", balance=f"{SHARED} {WEIGHTED}"),
     row("sharded-bf16", "DP2", SHARDED, precision="bf16", slow=True),
     row("learned-positions", "DP2", "--position-embedding-type learned_absolute", slow=True),
     row("core-recomputed", "TP2-SP", "--recompute-granularity selective --recompute-modules core_attn", slow=True),
     row("dense", "PP2", slow=True),
     row("recomputed", "PP2-VPP2", RECOMPUTED, slow=True),
-    row("moe", "TP2-EP2", BY_TOKEN, model="moe", slow=True),
+    row("moe", "TP2-EP2", model="moe", slow=True),
     row("DeepSeek-V3", "EP2", RECOMPUTED, model="DeepSeek-V3", slow=True),
     row("GLM-4.5", "DP2", model="GLM-4.5", stand_ins=(("families:kernels", {}),), slow=True),
     row("filled-up", "TP2-SP", balance=f"{SHARED} --balance-shape-bucket 64", slow=True),
