@@ -70,7 +70,7 @@ def sample_costs(lengths: Ints, *, cost_model: CostModel) -> Ints:
     unit = cost_model.quadratic or sum(coefficient for _, coefficient in cost_model.windows) or cost_model.linear or 1
     unique, inverse = np.unique(lengths, return_inverse=True)
     # Python integers: FLOPs of a long sample of a large model approach the limit of int64.
-    costs = cost_model.total_cost(unique.astype(np.int64)).tolist()
+    costs = cost_model(unique.astype(np.int64)).tolist()
     in_units = [max((2 * cost + unit) // (2 * unit), 1) if cost else 0 for cost in costs]
     return np.array(in_units, dtype=np.int64)[inverse.reshape(lengths.shape)]
 

@@ -228,17 +228,8 @@ class CostModel:
             cp_received=self.cp_received + self.cp_exchange * (cp_size - 1),
         )
 
-    def __call__(self, length: int) -> int:
-        """The total cost of one sample of `length` tokens, unscaled, exact."""
-        return self.total_cost(length)
-
-    def total_cost(self, lengths: Any) -> Any:
-        """Cost of samples with the work of routed experts; `lengths` as for `local_cost`.
-
-        Examples:
-            >>> CostModel(linear=2, expert_linear=3).total_cost(10)
-            50
-        """
+    def __call__(self, lengths: Any) -> Any:
+        """Cost of samples with the work of routed experts, unscaled, exact; `lengths` as for `local_cost`."""
         return replace(self, linear=self.linear + self.expert_linear).local_cost(lengths)
 
     def local_cost(self, lengths: Any) -> Any:
@@ -264,16 +255,6 @@ class CostModel:
         costs = self.linear * exact + np.maximum(attention, self.cp_received * exact)
         return costs if np.ndim(lengths) else int(costs[0])
 
-    def by_kind(self) -> tuple[CostModel, ...]:
-        """What the model would cost if all its chunks were of each kind, in units of 1/1024; itself without `stages`.
-
-        Examples:
-            >>> kinds = (CostModel(linear=1), CostModel(linear=3))
-            >>> [cost(10) for cost in CostModel(linear=7, stages=StageCosts(((0,), (1,)), kinds)).by_kind()]
-            [35840, 107520]
-        """
-        return (self,) if self.stages is None else self.stages.kinds_of(self)
-
     def sample_costs(
         self,
         lengths: NDArray[np.int64],
@@ -290,7 +271,8 @@ class CostModel:
         `copies`: so many times the sum of all costs stays below 2**62.
         """
         unique, inverse = np.unique(lengths, return_inverse=True)
-        kinds = [kind.summed_over_cp(cp_size) for kind in self.by_kind()]
+        models = (self,) if self.stages is None else self.stages.kinds_of(self)
+        kinds = [model.summed_over_cp(cp_size) for model in models]
         # Python's integers: a sum passes int64 sooner.
         local = np.stack([kind.local_cost(unique).astype(object) for kind in kinds])
         expert = np.stack([kind.expert_linear * unique.astype(object) for kind in kinds])

@@ -45,7 +45,14 @@ class StageCosts:
             )
 
     def kinds_of(self, whole: CostModel) -> tuple[CostModel, ...]:
-        """For each kind what `whole` would cost if all its chunks were of this kind, in units of 2**-STAGE_BITS."""
+        """For each kind what `whole` would cost if all its chunks were of this kind, in units of 2**-STAGE_BITS.
+
+        Examples:
+            >>> from megatron_balance import CostModel
+            >>> stages = StageCosts(((0,), (1,)), (CostModel(linear=1), CostModel(linear=3)))
+            >>> [cost(10) for cost in stages.kinds_of(CostModel(linear=7))]
+            [35840, 107520]
+        """
         kinds = [cost.terms() for cost in self.costs]
         chunks = [kinds[kind] for stage in self.kinds for kind in stage]
 
@@ -71,7 +78,7 @@ class StageCosts:
 
     def loads(self, whole: CostModel, lengths: Any) -> list[float]:
         """`[pp_size]` cost of samples of these lengths on each stage, over that of an even share."""
-        costs = [float(kind.total_cost(np.asarray(lengths)).astype(np.float64).sum()) for kind in self.kinds_of(whole)]
+        costs = [float(kind(np.asarray(lengths)).astype(np.float64).sum()) for kind in self.kinds_of(whole)]
         stages = [sum(costs[kind] for kind in stage) for stage in self.kinds]
         return [stage * len(stages) / sum(stages) for stage in stages]
 

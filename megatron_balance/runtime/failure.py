@@ -69,15 +69,12 @@ def mismatch(
     by_error.pop(None, None)
     if by_error:
         return " | ".join([f"{ranks} failed: {error}" for error, ranks in by_error.items()][:MAX_NAMED])
-    # A setting that some ranks lack is named only where nothing else differs: it follows from the difference.
-    everywhere, somewhere = list[str](), list[str]()
+    differences: list[str] = []
     for name in dict.fromkeys(name for rank_settings in settings for name in rank_settings):
         values = [rank_settings.get(name, "not set") for rank_settings in settings]
         if len({*values}) > 1:
             phrases = [f"{value} on {ranks}" for value, ranks in ranks_by_value(values, group=group).items()]
-            is_everywhere = all(name in rank_settings for rank_settings in settings)
-            (everywhere if is_everywhere else somewhere).append(f"{name} is {' and '.join(phrases)}")
-    differences = everywhere or somewhere
+            differences.append(f"{name} is {' and '.join(phrases)}")
     if not differences:
         return ""
     more = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
