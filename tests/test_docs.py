@@ -197,13 +197,6 @@ def site_anchors(text):
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading)) for heading in headings_of(text)}
 
 
-def test_a_heading_with_a_flag_has_two_anchors():
-    """Fault: the first link of the README missed its section on GitHub."""
-    text = "# A\n## Speed of `--sft`\n## [B](c.md), d\n## A\n"
-    assert github_anchors(text) == {"a", "speed-of---sft", "b-d", "a-1"}
-    assert site_anchors(text) == {"a", "speed-of-sft", "b-d"}
-
-
 @pytest.mark.parametrize("name", MADE_PAGES)
 def test_pages_made_from_code_are_todays(name):
     assert (DOCS / name).read_text() == MADE_PAGES[name](), "stale: run python .ci/make_pages.py"

@@ -300,11 +300,6 @@ def sequences_not_told_apart(watch: Watch) -> None:
     pretrain_sft.packed_seq_params = without_seq_idx
 
 
-def positions_cut_short(watch: Watch) -> None:
-    """A data set whose positions lack the last token."""
-    change_rows(lambda data, index, row: row | {"position_ids": row["position_ids"][..., :-1]})
-
-
 def positions_of_own_tokens(watch: Watch) -> None:
     """A script that splits positions of three dimensions as it splits tokens."""
     get_batch = pretrain_sft.get_batch

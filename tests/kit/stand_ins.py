@@ -7,9 +7,7 @@ package.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
-import resource
 import signal
 import sys
 import time
@@ -78,23 +76,6 @@ def loader_workers(watch: Watch) -> None:
     """Let the loader's processes run: their pinning thread asks for the device of an accelerator."""
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
-
-
-def few_files(watch: Watch) -> None:
-    """A hard limit of open files that a run comes to in some hundred steps."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
-
-
-def no_metadata(watch: Watch) -> None:
-    """A checkout of Megatron-LM on PYTHONPATH, of which pip knows nothing."""
-    stock = importlib.metadata.Distribution.from_name
-
-    def from_name(name: str) -> importlib.metadata.Distribution:
-        if name.replace("_", "-") == "megatron-core":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return stock(name)
-
-    importlib.metadata.Distribution.from_name = from_name  # type: ignore[method-assign]
 
 
 def whole_counts(watch: Watch) -> None:

@@ -12,9 +12,6 @@ from loop_cases import Items, balanced, forward
 
 from megatron_balance.mcore.telemetry import figures_of
 
-Events = list[tuple[str, str]]
-"""What happened, in order, and the thread: `training` or `beside`."""
-
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen")
 
 DEVICE = 3

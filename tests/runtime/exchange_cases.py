@@ -21,8 +21,6 @@ from megatron_balance.samples.shared_prefixes import hash_chains
 _NAMES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn"
 DTYPES = tuple(getattr(torch, name) for name in _NAMES.split())
 
-Rng = np.random.Generator
-
 
 def random_bits(shape, dtype, rng):
     """Any bits, NaN payloads among them: what arrives is compared as bits."""

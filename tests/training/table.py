@@ -245,7 +245,6 @@ ROWS = [
     Row("moved", "DP2", MOVED),
     Row("one-flag", "DP2", f"--balance --max-tokens-per-gpu {CAP // 2}"),
     Row("without-overlap", "DP2", f"{BY_FLOPS} --no-balance-overlap"),
-    Row("without-metadata", "DP2", ours=(("stand_ins:no_metadata", {}),)),
     Row("over-long", "DP2", BY_FLOPS.replace(f"{CAP}", "64")),
     # Layouts.
     Row("by-flops", "TP2-SP"),

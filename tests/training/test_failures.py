@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 
 import pytest
-from table import BY_FLOPS, DYNAMIC_CP, FAMILY_ROWS, NUM_STEPS, RECORDED, ROWS, Row, StandIns, fp8
+from table import BY_FLOPS, DYNAMIC_CP, FAMILY_ROWS, NUM_STEPS, RECORDED, ROWS, Row, StandIns
 from test_matrix import run_of, samples
 
 from megatron_balance.record import read_record
@@ -117,9 +117,6 @@ FAULTS = {
     "a-rank-has-no-flags": Fault(
         flags(1, instead_of=BY_FLOPS), r"balancing is on on rank 0 and off \(no balance flag\) on rank 1", slow=False
     ),
-    "too-few-open-files": Fault(
-        (("stand_ins:few_files", {"ranks": [1]}),), r"may open 80 files, and the sockets of this run need \d+: start it"
-    ),
     "a-rank-has-other-costs": Fault(
         flags(1, flags=OTHER_COSTS), "Ranks were started differently: cost model is", slow=False
     ),
@@ -145,12 +142,6 @@ FAULTS = {
         slow=False,
         row=FAMILIES["Nemotron-3-Nano"],
     ),
-    "positions-are-cut-short": Fault(
-        (("families:positions_cut_short", {}),),
-        r"position_ids has shape \[1, 3, ",
-        slow=False,
-        row=FAMILIES["Qwen3-VL"],
-    ),
     "positions-are-split-by-the-script": Fault(
         (("families:positions_of_own_tokens", {}),),
         r"position_ids has \d+ positions for a micro-batch of \d+ tokens",
@@ -158,7 +149,6 @@ FAULTS = {
         num_ranks=4,
         row=FAMILIES["Qwen3-VL"],
     ),
-    "a-quantisation-recipe-of-ones-own": Fault(fp8("custom"), "--fp8-recipe is custom"),
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
     "the-loader-raises-beside-a-rank-that-reads-nothing": Fault(

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS
-from test_matrix import FIGURES, cp_sizes, microbatches, run_of, samples
+from test_matrix import FIGURES, microbatches, run_of, samples
 from training_run import assert_equal
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
@@ -171,15 +171,6 @@ def test_one_flag_says_what_it_chose(train, row):
     assert "--max-tokens-per-gpu" not in line
 
 
-@about("CP2", "dynamic-cp")
-def test_the_record_of_dynamic_context_parallelism_has_the_sizes(train, row):
-    run = run_of(train, row)
-    assert cp_sizes(run) > {1}
-    for number, step in enumerate(read_record(run.folder / "record").steps):
-        ran = [[m["cp_size"] for m in steps[number]] for steps in microbatches(run)]
-        assert sorted([size for size in sizes if size] for sizes in step.cp_size_grid.tolist()) == sorted(ran)
-
-
 @pytest.mark.slow
 def test_under_sft_a_flag_has_sums_divided(train):
     stock = run_of(train, row_of("DP2", "by-flops"), balanced=False)
@@ -229,13 +220,6 @@ def test_a_hand_written_loop(train, settings, num_ranks):
     assert_equal(ours, reference=stock)
     for step in ours.steps:
         assert max(step["imbalance"]) < 1.2 * np.mean(step["imbalance"])
-
-
-@pytest.mark.slow
-def test_what_a_hand_written_loop_cannot_have_is_refused(train):
-    settings = json.dumps({"config": {"calculate_per_token_loss": False}})
-    refused = train("", num_ranks=1, module="train_core_loop", environment={"LOOP": settings}, fails=True)
-    assert "add --calculate-per-token-loss, or --balance-loss-weighting micro-batch" in refused.log(0)
 
 
 @pytest.mark.slow

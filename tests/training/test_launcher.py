@@ -5,33 +5,23 @@ and what is said of them.
 """
 
 import argparse
-import json
 import os
-import re
 import runpy
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import policy_turns
 import pytest
-import quickstart
 import training_run
 from forked import call, run_forked
 from kept_runs import Run
-from recorded_runs import run_info
 from table import ROWS
 from test_matrix import run_of
 from training_run import RunFailed
 
-from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.cli import main
+from megatron_balance import ModelShape
 from megatron_balance.mcore import install
-from megatron_balance.record import RunRecord, StepRecord
-from megatron_balance.report import run_figures, write_page
 
 SCRIPTS = training_run.ROOT / "scripts"
 MODELS = {"run_sft_megatron.sh": "Qwen3-4B", "run_pretrain_megatron.sh": "Qwen3-30B-A3B"}
@@ -187,53 +177,3 @@ def test_one_flag_leaves_what_is_given(parser, given, expected):
     rows = "--calculate-per-token-loss --micro-batch-size 2 --seq-length 4096 --transformer-impl local"
     args = parser.parse_args(f"{rows} --spec thd_attention thd_block_spec {given}".split())
     assert {name: getattr(args, name) for name in CHOSEN} == expected
-
-
-@pytest.mark.parametrize("policy", policy_turns.POLICIES[1:])
-def test_each_policy_has_a_plan_of_its_kind(policy):
-    lengths, homes = [100, 900, 60, 3000, 40, 700, 80, 90], np.arange(8) % 4
-    given = {"topology": Topology(4, dynamic_cp=True), "limits": Limits(4096), "home_ranks": homes}
-    cost_model = CostModel(linear=500, quadratic=1, cp_exchange=5)
-    schedule = policy_turns.plan_of(policy, lengths, cost_model=cost_model, **given).check()
-    assert bool((schedule.destinations() != homes).any()) is (policy != "packed")
-    assert bool(schedule.cp_size_grid.max() > 1) is (policy == "dynamic-cp")
-
-
-def test_table_page_and_compare_of_the_quickstart_predict_the_same(tmp_path, monkeypatch):
-    """Fault: 1.46x in the table, 2.07x on the page, of other batches, 1.55x by `compare`."""
-    monkeypatch.setattr(quickstart, "OUT", tmp_path)
-    monkeypatch.setattr(quickstart, "FITTED", slice(0, 1))
-    monkeypatch.setattr(quickstart, "MEASURED", (slice(1, 3), slice(3, 5)))
-    monkeypatch.setattr(quickstart, "TRAIN_ITERS", {"turns": 25})
-    topology, cost_model = Topology(4, dynamic_cp=True), CostModel(linear=500, quadratic=1, cp_exchange=5)
-    info = run_info(topology, limits=Limits(4096), cost_model=cost_model)
-    steps, ran = [], []
-    for index in range(25):
-        lengths = np.random.default_rng([0, 1, 2, 1, 2][index // 5]).integers(60, 4000, 12)
-        policy = policy_turns.policy_of_step(index)
-        given = {"topology": topology, "limits": info.limits, "home_ranks": np.arange(12) % 4}
-        schedule = policy_turns.plan_of(
-            "packed" if policy == "stock" else policy, lengths, cost_model=cost_model, **given
-        )
-        step = StepRecord.from_schedule(schedule, iteration=index + 1)
-        step = replace(step, seconds=np.where(step.cp_size_grid > 0, step.costs * 1e-9, 0))
-        steps += [step] * (policy != "stock")
-        ran.append({"cpu_seconds": 1.0 + 0.5 * (policy == "stock"), "num_microbatches": 1, "lm_loss": 1.0})
-    quickstart.write_record(tmp_path / "turns_record", RunRecord(info, tuple(steps)))
-    turns = training_run.Recorded([ran] * 4, "")
-    costs = CostModel(linear=500 * 10**9, quadratic=10**9, cp_exchange=5 * 10**9)  # attoseconds
-    figures = quickstart._figures(turns, all_flags=turns, costs=costs)
-    measured = quickstart._measured_record(turns, costs=costs)
-    assert len(measured.steps) == 2
-    quickstart.write_record(tmp_path / "measured.jsonl", measured)
-    assert main(["compare", str(tmp_path / "measured.jsonl"), "--json", str(tmp_path / "out.jsonl")]) == 0
-    compared = {
-        line["name"]: line["speedup"] for line in map(json.loads, (tmp_path / "out.jsonl").open()) if "name" in line
-    }
-    for ours, theirs in (("packed", "packed"), ("balance-data", "balance-data"), ("dynamic-cp", "as it ran")):
-        assert figures[ours]["predicted_speedup"] == pytest.approx(compared[theirs], rel=1e-6), ours
-    write_page(run_figures(measured), out=tmp_path / "page.html", speedup=figures["dynamic-cp"]["cpu_speedup"])
-    page = (tmp_path / "page.html").read_text()
-    assert "<h1>Balancing made these 2 steps 1.50 times as fast as stock, measured</h1>" in page
-    tiles = re.findall(r'<dd class="value">(.*?)</dd>', page)
-    assert tiles[:2] == ["1.50×", f"{compared['as it ran']:.2f}×"]

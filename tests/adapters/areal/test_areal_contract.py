@@ -10,7 +10,6 @@ import pytest
 import torch
 from areal.api import cli_args
 from areal.infra.controller import train_controller
-from areal.infra.rpc import rtensor
 from areal.trainer import rl_trainer
 from areal.trainer.ppo.actor import PPOActorControllerV2
 from areal.utils import data as areal_data
@@ -86,31 +85,6 @@ def test_fifteen_items_are_dispatched_to_four_workers_and_merged_in_order(instal
     assert train_controller._merge_tensors(results, indices) == list(range(15))
     tokens = [sum(row["attention_mask"].numel() for row in part) for part in split]
     assert max(tokens) <= 1.05 * sum(tokens) / 4
-
-
-def test_pairs_stay_together(install):
-    install()
-    _, indices = train_controller._dispatch_tensors(rows_of([9, 1, 8, 2, 7, 3, 6, 4]), 2, group_size=2)
-    for part in indices:
-        assert [index // 2 for index in part[::2]] == [index // 2 for index in part[1::2]]
-        assert len(part) == 4
-
-
-def test_handles_of_tensors_weigh_as_much_as_their_shape(install):
-    install()
-    lengths = [900, 100, 500, 500, 60, 40]
-    items = [
-        {
-            "input_ids": rtensor.RTensor(
-                shard=rtensor.TensorShardInfo(shard_id="s", node_addr=""), data=torch.empty(1, n, device="meta")
-            )
-        }
-        for n in lengths
-    ]
-    _, indices = train_controller._dispatch_tensors(items, 2)
-    tokens = sorted(sum(lengths[index] for index in part) for part in indices)
-    assert [len(part) for part in indices] == [3, 3]
-    assert tokens[1] - tokens[0] <= 80
 
 
 def test_a_divisor_that_rows_cannot_fill_is_refused(install):

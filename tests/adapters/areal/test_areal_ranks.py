@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from areal.api.cli_args import MicroBatchSpec
 from areal.infra import dist_rollout
-from areal.utils.data import pad_sequences_to_tensors, split_padded_tensor_dict_into_mb_list
 from areal_trajectories import make_trajectory, random_lengths, trajectory_digest
 from gloo_ranks import run_ranks
 
@@ -125,16 +123,6 @@ def redistribute_as_areal_does(lengths):
     }
 
 
-def micro_batches(lengths, max_tokens, n_mbs_divisor):
-    """AReaL's split of a padded batch, hooked: the rows of each micro-batch, and its tokens."""
-    rows = [{"input_ids": torch.full((length,), row + 1)} for row, length in enumerate(lengths[dist.get_rank()])]
-    spec = MicroBatchSpec(n_mbs=1, max_tokens_per_mb=max_tokens, n_mbs_divisor=n_mbs_divisor)
-    installed = areal.install()
-    batches = split_padded_tensor_dict_into_mb_list(pad_sequences_to_tensors(rows), spec)
-    installed.undo()
-    return [(mb["input_ids"].amax(1) - 1).tolist() for mb in batches.mbs], batches.group_lens
-
-
 # What comes of it ----------------------------------------------------------------------------------------------------
 
 
@@ -216,15 +204,3 @@ def test_the_result_is_areals():
         assert result["group_indices"] == results[0]["group_indices"]
         assert result["ids"] == [ids[index] for index in local]
         assert result["all"] == ids
-
-
-def test_a_padded_batch_is_split_alike_on_every_rank():
-    rng = np.random.default_rng(2)
-    lengths = [rng.integers(1, 100, count).tolist() for count in (30, 12, 21, 16)]
-    results = world("micro_batches", lengths=lengths, max_tokens=400, n_mbs_divisor=2)
-    assert len({len(slots) for slots, _ in results}) == 1
-    for (slots, tokens), rank_lengths in zip(results, lengths, strict=True):
-        assert sorted(row for slot in slots for row in slot) == list(range(len(rank_lengths)))
-        assert tokens == [sum(rank_lengths[row] for row in slot) for slot in slots]
-        assert max(tokens) <= 400
-        assert len(slots) % 2 == 0

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -27,7 +26,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "write-an-adapter.md"
 ALGORITHMS, BATCHES = "nemo_rl.data.packing.algorithms", "nemo_rl.distributed.batched_data_dict"
 CAP, RANKS = 16384, 8
 QWEN3_8B = CostModel.from_shape(ModelShape.preset("Qwen3-8B"))
-Shard = Callable[[list[int]], list[list[list[int]]]]
 
 page = types.ModuleType("page")
 for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL):

@@ -43,13 +43,6 @@ def test_the_number_of_micro_batches(arguments, count):
     assert len(pack([5] * 12, 30, **arguments)) == count
 
 
-def test_cheap_micro_batches_are_at_both_ends():
-    """A pipeline waits there."""
-    lengths = [10, 20, 30, 40, 50, 60, 70]
-    costs = tokens(lengths, pack(lengths, 70))
-    assert {costs[0], costs[-1]} == set(sorted(costs)[:2])
-
-
 def test_the_width_of_the_padding_is_not_a_length():
     """Stock verl asserts on 60 columns of padding under a cap of 60 and three rows of 120 tokens."""
     data = padded_batch([50, 10, 60])

@@ -9,7 +9,6 @@ from verl.protocol import DataProto
 from verl.utils import seqlen_balancing
 from verl_batches import HEAVY_TAIL, installed, padded_batch
 
-from megatron_balance import BalanceError
 from megatron_balance.adapters import verl
 
 QWEN = {
@@ -99,11 +98,3 @@ def test_parts_have_equal_work_by_the_model_config(model, factor):
     loads = [int(work[part.batch["row"].numpy()].sum()) for part in parts]
     assert max(loads) * 8 / sum(loads) < 1.002
     assert work.reshape(8, 8).sum(axis=1).max() * 8 / work.sum() > 1.1
-
-
-def test_what_cannot_be_split_or_restored_is_named():
-    with pytest.raises(BalanceError, match="attention_mask or nested input_ids"):
-        verl.balance_data_proto(DataProto.from_dict({"a": torch.zeros(4)}), 2)
-    balanced = verl.balance_data_proto(padded_batch(HEAVY_TAIL), 4)
-    with pytest.raises(BalanceError, match="returned 9 rows for 12"):
-        balanced.restore(list(balanced.parts[:3]))
