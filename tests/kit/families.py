@@ -5,13 +5,10 @@ hybrid_stack` Mamba hybrids. A stand-in computes what the kernel documents, one 
 whatever leaks from one to the next shows in the loss. `kernels` installs all of them in a rank, before it trains.
 """
 
-from __future__ import annotations
-
 import functools
 import runpy
 import sys
 import types
-from typing import Any
 
 import pretrain_sft
 import pytest
@@ -22,12 +19,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.training import get_args
 from stand_ins import change_rows
 from thd_attention import Norm, ThdAttention, thd_get_partitioned_indices, thd_layer_spec
-from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
-from watched_steps import Watch
 
 
-def kernels(watch: Watch | None = None) -> None:
+def kernels(watch=None):
     """Let all families train on a CPU."""
     stand_in_for_delta_net()
     stand_in_for_mamba()
@@ -40,12 +35,12 @@ def kernels(watch: Watch | None = None) -> None:
         globals()["hybrid_stack"] = hybrid_layers()
 
 
-def positions_of_three_dimensions(watch: Watch) -> None:
+def positions_of_three_dimensions(watch):
     """Rows whose positions have three dimensions, and a script that hands them to the model, as for image and text."""
     get_batch = pretrain_sft.get_batch
     divisors = torch.tensor([1, 2, 3])  # as if an image's tokens stood in rows and columns
 
-    def batch_with_positions(data_iterator: Any) -> dict[str, Any]:
+    def batch_with_positions(data_iterator):
         rows = [next(data_iterator)] if mpu.get_tensor_model_parallel_rank() == 0 else None
         positions = None if rows is None else rows[0].pop("position_ids").movedim(0, 1).contiguous()  # [3, 1, t]
         batch = get_batch(None if rows is None else iter([rows[0] | {"position_ids": positions[0]}]))
@@ -63,7 +58,7 @@ def positions_of_three_dimensions(watch: Watch) -> None:
 # The layers, by Megatron's own functions.
 
 
-def layers(config: Any, vp_stage: int | None = None) -> Any:
+def layers(config, vp_stage=None):
     """The decoder block of a model with an experimental attention variant, or of an ordinary one."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -78,20 +73,20 @@ def layers(config: Any, vp_stage: int | None = None) -> Any:
 
 
 class CpuBackend(LocalSpecProvider):
-    def linear(self) -> type:
+    def linear(self):
         return ReplicatedLinear
 
-    def column_parallel_layer_norm_linear(self) -> type:
+    def column_parallel_layer_norm_linear(self):
         return NormColumnParallelLinear
 
-    def layer_norm(self, *_: Any, **__: Any) -> type:
+    def layer_norm(self, *_, **__):
         return Norm
 
-    def core_attention(self) -> type:
+    def core_attention(self):
         return ThdAttention
 
 
-def _self_attention(config: Any, backend: Any) -> Any:
+def _self_attention(config, backend):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(
@@ -108,37 +103,37 @@ def _self_attention(config: Any, backend: Any) -> Any:
 class NormColumnParallelLinear(ColumnParallelLinear):
     """The norm before a projection, and the projection, as Transformer Engine has them in one module."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
+    def __init__(self, input_size, output_size, *, config, **keywords):
         keywords.pop("name", None)
         super().__init__(input_size, output_size, config=config, **keywords)
-        self.norm: Any = Norm(config, input_size, eps=config.layernorm_epsilon)
+        self.norm = Norm(config, input_size, eps=config.layernorm_epsilon)
 
-    def forward(self, x: Tensor, *positional: Any, **keywords: Any) -> Any:
+    def forward(self, x, *positional, **keywords):
         return super().forward(self.norm(x), *positional, **keywords)
 
 
 class ReplicatedLinear(torch.nn.Linear):
     """A projection that every tensor-parallel rank holds whole, in the form of Transformer Engine's."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **_: Any) -> None:
+    def __init__(self, input_size, output_size, *, config, init_method, **_):
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def forward(self, x):
         return super().forward(x), None
 
 
 # The kernels.
 
 
-def stand_in_for_delta_net() -> None:
+def stand_in_for_delta_net():
     """flash-linear-attention's convolution, norm and gated delta rule."""
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     whole = common.torch_chunk_gated_delta_rule
 
-    def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, **keywords: Any) -> Any:
+    def gated_delta_rule(q, k, v, *, cu_seqlens, **keywords):
         g, beta = keywords.pop("g"), keywords.pop("beta")
         bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
         pieces = [
@@ -148,12 +143,12 @@ def stand_in_for_delta_net() -> None:
         ]
         return torch.cat(pieces, dim=1), None
 
-    def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, **_: Any) -> Any:
+    def causal_conv1d(x, weight, bias, cu_seqlens, **_):
         bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
         pieces = [_convolved(x[:, start:end], weight, bias) for start, end in zip(bounds, bounds[1:], strict=False)]
         return torch.cat(pieces, dim=1), None
 
-    def l2norm(x: Tensor) -> Tensor:
+    def l2norm(x):
         return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
     for module in (common, gdn):
@@ -162,14 +157,14 @@ def stand_in_for_delta_net() -> None:
     common.l2norm, common.HAVE_FLA = l2norm, True
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolved(x, weight, bias):
     """Causal depthwise convolution of one sequence `[b, s, c]` by weights `[c, w]`, then SiLU."""
     width = weight.shape[1]
     out = conv1d(x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=weight.shape[0])
     return silu(out[..., : x.shape[1]]).transpose(1, 2)
 
 
-def stand_in_for_sparse_attention() -> None:
+def stand_in_for_sparse_attention():
     """The Hadamard transform of sparse attention's indexer, in any precision, and scores without ties.
 
     ReLU gives many keys the score 0, and topk chooses among equal scores by their place in the micro-batch; a leaky one
@@ -180,7 +175,7 @@ def stand_in_for_sparse_attention() -> None:
     absorbed_mla.TELinear = ReplicatedLinear  # it asks which class a projection is
 
     @functools.cache
-    def hadamard(size: int) -> Tensor:
+    def hadamard(size):
         matrix = torch.ones(1, 1)
         while len(matrix) < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -188,7 +183,7 @@ def stand_in_for_sparse_attention() -> None:
 
     scores = dsa._compute_index_scores
 
-    def scores_without_ties(*positional: Any, **keywords: Any) -> Tensor:
+    def scores_without_ties(*positional, **keywords):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(dsa.torch, "relu", torch.nn.functional.leaky_relu)
             return scores(*positional, **keywords)
@@ -197,7 +192,7 @@ def stand_in_for_sparse_attention() -> None:
     dsa.rotate_activation = lambda x: x @ hadamard(x.shape[-1]).to(x.dtype)
 
 
-def stand_in_for_mamba() -> None:
+def stand_in_for_mamba():
     """mamba-ssm's fused convolution and scan, and its norm of groups."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
@@ -212,30 +207,18 @@ def stand_in_for_mamba() -> None:
 class GroupRMSNorm(torch.nn.Module):
     """RMSNorm within groups of channels; gates are applied before it."""
 
-    def __init__(self, size: int, *, eps: float, group_size: int, dtype: torch.dtype, **_: Any) -> None:
+    def __init__(self, size, *, eps, group_size, dtype, **_):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
         self.eps, self.group_size = eps, group_size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         groups = x.unflatten(-1, (-1, self.group_size))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return normed.flatten(-2) * self.weight
 
 
-def _mamba_scan(
-    zxbcdt: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    dt_bias: Tensor,
-    a: Tensor,
-    *,
-    D: Tensor,
-    headdim: int,
-    ngroups: int,
-    seq_idx: Tensor | None,
-    **_: Any,
-) -> Tensor:
+def _mamba_scan(zxbcdt, conv_weight, conv_bias, dt_bias, a, *, D, headdim, ngroups, seq_idx, **_):
     """Gated output `[b, s, h*p]` of Mamba 2 for projections `[b, s, z x B C dt]`; no state passes between sequences.
 
     Source: Dao and Gu, Transformers are SSMs (2024), the quadratic form of section 4. Without `seq_idx` all tokens are
@@ -263,7 +246,7 @@ def _mamba_scan(
     return torch.cat(pieces, dim=1) * silu(z)
 
 
-def hybrid_layers() -> Any:
+def hybrid_layers():
     """Megatron's layers of hybrid models, on the projections, norms and attention of a CPU."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import moe_module_specs
@@ -288,11 +271,11 @@ def hybrid_layers() -> Any:
         return runpy.run_path(hybrid_layer_specs.__file__)["hybrid_stack_spec"]
 
 
-def sequences_not_told_apart(watch: Watch) -> None:
+def sequences_not_told_apart(watch):
     """A script whose PackedSeqParams lack `total_tokens`, and so `seq_idx`."""
     complete = pretrain_sft.packed_seq_params
 
-    def without_seq_idx(batch: Any) -> Any:
+    def without_seq_idx(batch):
         params = complete(batch)
         params.seq_idx = None
         return params
@@ -300,11 +283,11 @@ def sequences_not_told_apart(watch: Watch) -> None:
     pretrain_sft.packed_seq_params = without_seq_idx
 
 
-def positions_of_own_tokens(watch: Watch) -> None:
+def positions_of_own_tokens(watch):
     """A script that splits positions of three dimensions as it splits tokens."""
     get_batch = pretrain_sft.get_batch
 
-    def batch_of_rank(data_iterator: Any) -> dict[str, Any]:
+    def batch_of_rank(data_iterator):
         batch = get_batch(data_iterator)
         return batch | {"position_ids": batch["position_ids"][..., : batch["tokens"].shape[-1]]}
 

@@ -1,14 +1,10 @@
 """Cases of tests on gloo ranks: forks of a server that has imported once what they need (forked.py)."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import tempfile
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import call, run_forked
@@ -18,7 +14,7 @@ CASE_SECONDS = 100
 """A case takes a few at most, on a loaded machine too; one that does not end then hangs."""
 
 
-def run_ranks(num_ranks: int, case: str, *, imports: Sequence[str] | None = None, **arguments: Any) -> list[Any]:
+def run_ranks(num_ranks, case, *, imports=None, **arguments):
     """What `MODULE:FUNCTION`, or a function of the `imports`, returns on every rank; a failure fails the test.
 
     The server imports the module or the `imports`; none of them: what a training run does.
@@ -33,13 +29,13 @@ def run_ranks(num_ranks: int, case: str, *, imports: Sequence[str] | None = None
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_ranks)]
 
 
-def run_here(folder: str, num_ranks: int, case: str, imports: Sequence[str]) -> None:
+def run_here(folder, num_ranks, case, imports):
     """The case on forks of this process."""
     module, _, name = case.rpartition(":")
     modules = map(importlib.import_module, [module] if module else imports)
     function = next(getattr(module, name) for module in modules if hasattr(module, name))
 
-    def main() -> None:
+    def main():
         import torch.distributed as dist
         from cpu_shim import share_gloo_device
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import forked
 import numpy as np
@@ -32,24 +30,24 @@ class Run:
     problem: str | None = None
 
     @cached_property
-    def rows(self) -> list[list[dict[str, Any]]]:
+    def rows(self):
         """Of each rank the lines of watched_steps.py."""
         return read_records(self.folder, num_ranks=self.num_ranks)
 
-    def of_kind(self, kind: str) -> list[list[dict[str, Any]]]:
+    def of_kind(self, kind):
         """Of each rank its lines of a kind."""
         return [[row for row in rows if row.get("kind", "step") == kind] for rows in self.rows]
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self):
         """Of a rank that knows the loss."""
         return next(steps for steps in self.of_kind("step") if steps and "lm_loss" in steps[0])
 
-    def log(self, rank: int) -> str:
+    def log(self, rank):
         """All that a rank printed."""
         return (self.folder / f"rank{rank}.log").read_text(errors="replace")
 
-    def losses(self) -> list[dict[str, float]]:
+    def losses(self):
         """Of each evaluation, from the first rank that knows them."""
         return next(
             [row["losses"] for row in rows] for rows in self.of_kind("evaluation") if rows and rows[0]["losses"]
@@ -59,20 +57,11 @@ class Run:
 class KeptRuns:
     """Makes runs and keeps them; in flags `{data}` is the folder of the data set and `{run}` that of the run."""
 
-    def __init__(self, folder: Path, *, data: Path) -> None:
+    def __init__(self, folder, *, data):
         self._folder = folder
         self.data = data
 
-    def __call__(
-        self,
-        flags: str,
-        *,
-        num_ranks: int = 2,
-        stand_ins: Sequence[tuple[str, Mapping[str, Any]]] = (),
-        environment: Mapping[str, str] | None = None,
-        fails: bool = False,
-        **keywords: Any,
-    ) -> Run:
+    def __call__(self, flags, *, num_ranks=2, stand_ins=(), environment=None, fails=False, **keywords):
         """The run with these flags, made now or before; `keywords` are those of `forked.train_forked`.
 
         A run that `fails` must, and all its ranks may end by themselves; RunFailed where it is otherwise.
@@ -104,7 +93,7 @@ class KeptRuns:
         return Run(folder, num_ranks, problem)
 
 
-def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: int, few: int = 0) -> None:
+def write_rows(path, first_tokens, *, longest, seed, few=0):
     """A jsonl file of random tokens, of which a third of each row is not learned.
 
     Most rows are far shorter than `longest`, and some as long; with `few`, all are as long or that many times shorter.
@@ -120,14 +109,14 @@ def write_rows(path: Path, first_tokens: Sequence[int], *, longest: int, seed: i
             out.write(json.dumps({"tokens": tokens, "loss_mask": learned}) + "\n")
 
 
-def write_rollouts(path: Path, *, seed: int, longest: int) -> None:
+def write_rollouts(path, *, seed, longest):
     """A jsonl file of rows that begin alike: two system prompts, prompts below them, and responses to these.
 
     Of each prompt two responses are equal, and one ends where another goes on, with another loss mask.
     """
     rng = np.random.default_rng(seed)
 
-    def drawn(least: int, most: int) -> list[int]:
+    def drawn(least, most):
         return rng.integers(1, 257, rng.integers(least, most)).tolist()
 
     with path.open("w") as out:

@@ -1,9 +1,5 @@
 """Training loops of hosts without Megatron on gloo ranks, and the same steps sample by sample on one rank."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,7 +13,7 @@ VOCABULARY = 50
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 48), 4, 120).astype(int)
 
 
-def rows() -> list[list[int]]:
+def rows():
     """Tokens of each sample."""
     generator = np.random.default_rng(1)
     return [generator.integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
@@ -26,13 +22,13 @@ def rows() -> list[list[int]]:
 class Recurrent(nn.Module):
     """Predicts the next token from those before it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
         self.layer = nn.GRU(16, 16, batch_first=True)
         self.output = nn.Linear(16, VOCABULARY)
 
-    def forward(self, samples: list[list[int]]) -> torch.Tensor:
+    def forward(self, samples):
         """Losses of all samples' labels, summed."""
         total = torch.zeros(())
         for sample in samples:
@@ -42,14 +38,14 @@ class Recurrent(nn.Module):
         return total
 
 
-def norm_of(model: nn.Module) -> float:
+def norm_of(model):
     """Gradient norm over all ranks."""
-    gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     whole = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
     return float(torch.stack([grad.norm() for grad in whole]).norm())
 
 
-def fsdp2() -> list[tuple[Any, Any]]:
+def fsdp2():
     """(loss, gradient norm) of each step: sharded over ranks in balanced micro-batches, and alone."""
     torch.manual_seed(0)
     model, alone = Recurrent(), Recurrent()
@@ -57,8 +53,8 @@ def fsdp2() -> list[tuple[Any, Any]]:
     fully_shard(model)
     samples = rows()
     sampler = BalancedBatchSampler(LENGTHS, global_batch_size=16, num_microbatches=2, max_tokens=400)
-    loader = DataLoader(samples, batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
-    found: list[tuple[Any, Any]] = []
+    loader = DataLoader(samples, batch_sampler=sampler, collate_fn=list)
+    found = []
     micro_batches = iter(loader)
     for step in range(sampler.num_steps):
         batches = [next(micro_batches) for _ in range(2)]

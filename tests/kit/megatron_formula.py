@@ -4,15 +4,11 @@ It is linear in the tokens and in the squared lengths of a batch, so (1 token, 0
 and (0, 1) its quadratic one, times 3 for the backward pass.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import asdict
 
-from megatron_balance import ModelShape
 
-
-def megatron_flops(shape: ModelShape) -> tuple[float, float]:
+def megatron_flops(shape):
     """Its forward FLOPs per token and per squared token."""
     from megatron.training import training
 
@@ -26,7 +22,7 @@ def megatron_flops(shape: ModelShape) -> tuple[float, float]:
     return linear / 3, quadratic / 3
 
 
-def _arguments(shape: ModelShape) -> Namespace:
+def _arguments(shape):
     """The arguments that the formula reads."""
     args = asdict(shape)
     optional = ("num_experts", "moe_latent_size", "q_lora_rank", "hybrid_layer_pattern", "mtp_num_layers")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from plan_judge import Batch
 
-from megatron_balance import CostModel, DataSchedule, Limits, Topology, build_data_schedule
+from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.lengths import read_lengths, synthetic_lengths
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
@@ -33,45 +33,43 @@ SHARED = CostModel(linear=44_000, quadratic=1, cp_exchange=3_500)
 IMAGES = CostModel(linear=60_000, quadratic=1, per_microbatch=128 * 60_000, image_linear=6_000, image_quadratic=1)
 
 
-def lognormal(generator: np.random.Generator, count: int, longest: int) -> np.ndarray:
+def lognormal(generator, count, longest):
     """Median 1,480 tokens."""
     return np.clip(generator.lognormal(7.3, 1.1, count), 16, longest)
 
 
-def bimodal(generator: np.random.Generator, count: int, longest: int) -> np.ndarray:
+def bimodal(generator, count, longest):
     """Short answers, and one sample in five that fills most of a micro-batch."""
     long = generator.normal(0.7 * longest, 0.1 * longest, count)
     return np.clip(np.where(generator.random(count) < 0.2, long, generator.normal(400, 120, count)), 16, longest)
 
 
-def giant(generator: np.random.Generator, count: int, longest: int) -> np.ndarray:
+def giant(generator, count, longest):
     """Short samples and one as long as a micro-batch."""
     lengths = np.clip(generator.lognormal(6.0, 0.8, count), 16, longest)
     lengths[0] = longest
     return lengths
 
 
-def pareto(generator: np.random.Generator, count: int, longest: int) -> np.ndarray:
+def pareto(generator, count, longest):
     """A tail that is heavier than lognormal."""
     return np.clip(200 * (1 + generator.pareto(1.1, count)), 16, longest)
 
 
-def equal(generator: np.random.Generator, count: int, longest: int) -> np.ndarray:
+def equal(generator, count, longest):
     """All the same."""
     return np.full(count, generator.integers(longest // 9, longest // 2))
 
 
-DYNAMIC_LAYOUTS: dict[str, dict[str, Any]] = {
+DYNAMIC_LAYOUTS = {
     "step": {},
     "microbatch": {"fully_sharded": True},
     "pipeline": {"pp_size": 2},
 }
-FAMILIES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
-    family.__name__: family for family in (lognormal, bimodal, giant, pareto, equal)
-}
+FAMILIES = {family.__name__: family for family in (lognormal, bimodal, giant, pareto, equal)}
 
 
-def draw(name: str, *, count: int, longest: int, seed: int, real: bool = True) -> np.ndarray:
+def draw(name, *, count, longest, seed, real=True):
     """`[count]` int64 lengths of a family, or of a public set; of its fit where the set is not there or not wanted."""
     generator = np.random.default_rng([seed, count])
     if name in FAMILIES:
@@ -100,7 +98,7 @@ class Cell:
     # Further ones of `build_data_schedule`, from the generator, the samples and the ranks.
     options: Callable[[np.random.Generator, int, int], dict[str, Any]] = lambda generator, count, ranks: {}
 
-    def plans(self, *, real: bool = True) -> Iterator[tuple[DataSchedule, Batch]]:
+    def plans(self, *, real=True):
         """The checked plans, and the batches that judge them."""
         sharing = min(self.topology.dp_cp_size, 16) if self.topology.dynamic_cp else self.topology.cp_size
         longest = (self.limits.max_tokens_per_gpu or CAP) * sharing
@@ -118,38 +116,38 @@ class Cell:
             ).check()
             yield schedule, Batch.of(schedule, patches=options.get("image_patches"))
 
-    def seen(self, *, real: bool = True) -> list[float]:
+    def seen(self, *, real=True):
         """Predicted over least time, of each plan."""
         return [schedule.predicted_cost / batch.per_gpu(least_time(batch)) for schedule, batch in self.plans(real=real)]
 
 
-def least_time(batch: Batch) -> int:
+def least_time(batch):
     """The independent bound."""
     return batch.least_time_of_sizes() if batch.topology.dynamic_cp else batch.least_time()
 
 
-def loaded(generator: np.random.Generator, count: int, ranks: int) -> dict[str, Any]:
+def loaded(generator, count, ranks):
     """Every rank loaded its share, in random order."""
     return {"home_ranks": generator.permutation(np.arange(count) % ranks)}
 
 
-def pinned(generator: np.random.Generator, count: int, ranks: int) -> dict[str, Any]:
+def pinned(generator, count, ranks):
     """No sample moves."""
     return {**loaded(generator, count, ranks), "move_samples": False}
 
 
-def siblings(generator: np.random.Generator, count: int, ranks: int) -> dict[str, Any]:
+def siblings(generator, count, ranks):
     """Eight samples of a prompt stay on one rank."""
     return {"groups": np.arange(count) // 8}
 
 
-def pictures(generator: np.random.Generator, count: int, ranks: int) -> dict[str, Any]:
+def pictures(generator, count, ranks):
     """Two samples in five have one to four images."""
     numbers = np.where(generator.random(count) < 0.4, generator.integers(1, 5, count), 0)
     return {"image_patches": [generator.integers(256, 4096, number).tolist() for number in numbers]}
 
 
-def _cells() -> Iterator[Cell]:
+def _cells():
     for lengths, ranks, count in (
         ("lognormal", 4, 128),
         ("bimodal", 4, 128),
@@ -223,9 +221,9 @@ def _cells() -> Iterator[Cell]:
 CELLS = {cell.name: cell for cell in _cells()}
 
 
-def hashes() -> dict[str, str]:
+def hashes():
     """Cell → hash of the samples' micro-batches and their sizes, of fitted lengths with the first seed."""
-    digests: dict[str, str] = {}
+    digests = {}
     for name, cell in CELLS.items():
         schedule, _ = next(cell.plans(real=False))
         grids = [schedule.microbatch_of, schedule.cp_size_grid]

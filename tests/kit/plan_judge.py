@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from megatron_balance import CostModel, DataSchedule, Limits, Topology
-from megatron_balance.planner import Assignment, Pipeline, Problem, ScheduleMetrics, makespans
+from megatron_balance import CostModel, Limits, Topology
+from megatron_balance.planner import Assignment, Pipeline, Problem, makespans
 
 Slots = Sequence[Sequence[Sequence[int]]]
 
@@ -32,7 +31,7 @@ class Batch:
     patches: Sequence[Sequence[int]] | None = None  # of the images of each sample
 
     @classmethod
-    def of(cls, schedule: DataSchedule, *, patches: Sequence[Sequence[int]] | None = None) -> Batch:
+    def of(cls, schedule, *, patches=None):
         """The batch of a schedule."""
         return cls(
             schedule.lengths.tolist(),
@@ -44,18 +43,18 @@ class Batch:
         )
 
     @cached_property
-    def tokens(self) -> list[int]:
+    def tokens(self):
         """Padded to the multiple that context and sequence parallelism need."""
         return [self.padded(length, self.topology.cp_size) for length in self.lengths]
 
-    def padded(self, length: int, size: int) -> int:
+    def padded(self, length, size):
         """Tokens of a sample that `size` context-parallel ranks share, two chunks a rank for causal balance."""
         multiple = 2 * size if size > 1 else 1
         multiple *= self.topology.tp_size if self.topology.sequence_parallel else 1
         return -(-length // multiple) * multiple
 
     @property
-    def expert_span(self) -> int:
+    def expert_span(self):
         """Neighbouring data-parallel ranks, DP×CP ranks with dynamic sizes, of one expert-parallel group."""
         ranks = self.topology
         cp_size, num_ranks = (1, ranks.dp_size * ranks.cp_size) if ranks.dynamic_cp else (ranks.cp_size, ranks.dp_size)
@@ -63,18 +62,18 @@ class Batch:
         return 1 if ranks.ep_size == 1 else min(max(span, 1), num_ranks)
 
     @cached_property
-    def images(self) -> list[int]:
+    def images(self):
         """Cost of each sample's images."""
         model, patches = self.cost_model, self.patches or [()] * len(self.lengths)
         return [sum(model.image_linear * p + model.image_quadratic * p * p for p in one) for one in patches]
 
     @cached_property
-    def shared(self) -> list[int]:
+    def shared(self):
         """Cost of each sample that its expert-parallel group computes together."""
         return [self.cost_model.expert_linear * tokens * (self.expert_span > 1) for tokens in self.tokens]
 
     @cached_property
-    def own(self) -> list[int]:
+    def own(self):
         """Cost of each sample on its own rank, images included."""
         experts = self.cost_model.expert_linear * (self.expert_span == 1)
         return [
@@ -83,13 +82,13 @@ class Batch:
         ]
 
     @property
-    def is_makespan(self) -> bool:
+    def is_makespan(self):
         """The time is that of a pipeline."""
         waits = self.topology.sync_size > 1 and self.topology.pp_size > 1
         return self.objective == "pipeline" or (self.objective == "microbatch" and waits)
 
     @property
-    def span(self) -> int:
+    def span(self):
         """Neighbouring ranks that wait for one another in every micro-batch."""
         if self.objective == "step":
             return 1
@@ -97,11 +96,11 @@ class Batch:
             return self.expert_span if any(self.shared) else 1
         return self.topology.dp_size if self.topology.fully_sharded or self.expert_span == 1 else self.expert_span
 
-    def per_gpu(self, time: int) -> int:
+    def per_gpu(self, time):
         """A time as schedules give it."""
         return per_gpu(time, self.topology, is_makespan=self.is_makespan)
 
-    def grid(self, ranks: Slots) -> list[list[int]]:
+    def grid(self, ranks):
         """Cost of each micro-batch: launch, samples, and an even share of what the expert-parallel group shares."""
         grid = [[self.cost_model.per_microbatch + sum(self.own[i] for i in ids) for ids in slots] for slots in ranks]
         span = self.expert_span
@@ -116,7 +115,7 @@ class Batch:
         assert not (gather and has_phases), "the judge has no gather behind images"
         return [[max(cost, gather) for cost in slots] for slots in grid]
 
-    def time(self, ranks: Slots) -> int:
+    def time(self, ranks):
         """Time of the slowest ranks, for samples on `ranks[dp_rank][slot]`."""
         grid, span, num_ranks = self.grid(ranks), self.span, range(len(ranks))
         encoder = [[sum(self.images[i] for i in ids) for ids in slots] for slots in ranks]
@@ -135,7 +134,7 @@ class Batch:
             times.append(makespan(loads, stages=stages, chunks=chunks, group=group))
         return max(times)
 
-    def least_time(self) -> int:
+    def least_time(self):
         """A time that no plan beats: even shares, the largest sample, pigeonholes, and rows that must be high."""
         ranks, launch = self.topology.dp_size, self.cost_model.per_microbatch
         cap = self.limits.max_tokens_per_microbatch(self.topology)
@@ -162,7 +161,7 @@ class Batch:
         idle = (stages - 1) * launch
         return max(-(-(work * chunks + idle) // (stages * chunks)), max(costs, default=0) + launch)
 
-    def _least_work_beside_the_largest(self, weights: Sequence[int], *, room: int) -> int:
+    def _least_work_beside_the_largest(self, weights, *, room):
         """Even shares and what the row of the costliest sample loses: no other bin there can cost as much."""
         order = sorted(range(len(self.own)), key=lambda i: -self.own[i])
         others = sorted(order[1:], key=lambda i: -self.own[i] / max(weights[i], 1))
@@ -177,12 +176,12 @@ class Batch:
         lost = (self.span - 1) * max(self.own[order[0]] - fullest, 0) if order else 0
         return -(-(sum(self.own) + lost) // self.topology.dp_size)
 
-    def least_time_of_sizes(self) -> int:
+    def least_time_of_sizes(self):
         """The same with dynamic context-parallel sizes: the least time in which the work of all samples fits."""
         model, ranks, cap = self.cost_model, self.topology.dp_cp_size, self.limits.max_tokens_per_gpu
         assert cap is not None
         sizes = self.topology.dynamic_cp_sizes
-        work: list[list[tuple[int, int]]] = []
+        work = []
         for length in self.lengths:
             fitting = [size for size in sizes if self.padded(length, size) <= cap * size] or [sizes[-1]]
             work.append([(-(-self.cost_on(length, size) // size), size) for size in fitting])
@@ -201,7 +200,7 @@ class Batch:
                 low = time + 1
         return -(-low // self.topology.pp_size) if self.is_makespan else low
 
-    def cost_on(self, length: int, size: int) -> int:
+    def cost_on(self, length, size):
         """Cost of a sample, summed over the `size` ranks that share it, without what expert-parallel groups share."""
         model, tokens = self.cost_model, self.padded(length, size)
         per_token = (model.linear + model.expert_linear * (self.expert_span == 1)) * tokens
@@ -211,13 +210,13 @@ class Batch:
         return per_token + moved * tokens + max(attention, received)
 
 
-def per_gpu(cost: int, topology: Topology, *, is_makespan: bool = False) -> int:
+def per_gpu(cost, topology, *, is_makespan=False):
     """Cost of one GPU, rounded up, of one over all GPUs of a rank; the stages of a makespan have shared it already."""
     gpus = topology.tp_size * (1 if topology.dynamic_cp else topology.cp_size)
     return -(-cost // (gpus if is_makespan else gpus * topology.pp_size))
 
 
-def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -> int:
+def least_rows(weights, *, room, bins, multiple):
     """Rows of `bins` bins that hold the weights at least: by their sum, and as m of more than 1/(m + 1) fill a bin."""
     held = sum(min(weight, room) for weight in weights)
     rows = max(1, -(-held // (room * bins)))
@@ -227,9 +226,7 @@ def least_rows(weights: Sequence[int], *, room: int, bins: int, multiple: int) -
     return -(-rows // multiple) * multiple
 
 
-def makespan(
-    costs: Sequence[Any], *, stages: int, chunks: int = 1, group: int = 1, kinds: tuple[tuple[int, ...], ...] = ()
-) -> int:
+def makespan(costs, *, stages, chunks=1, group=1, kinds=()):
     """Time of one-forward-one-backward (D. Narayanan et al., 2021); a row of costs for each kind of chunk.
 
     The planner's own, which tests/megatron/test_pipeline_order.py holds against events in Megatron's order.
@@ -238,7 +235,7 @@ def makespan(
     return int(makespans(table, Pipeline(stages, chunks, group, kinds))[0])
 
 
-def figures_of_ranks(ranks: Slots, lengths: Sequence[int], **options: Any) -> ScheduleMetrics:
+def figures_of_ranks(ranks, lengths, **options):
     """The planner's figures of any assignment of all samples, `ranks[rank][slot]` their ids; `options` of `Problem.of`.
 
     A rank with fewer slots than others idles through dummies at its end.

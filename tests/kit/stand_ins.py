@@ -4,17 +4,13 @@ Each takes the rank's `Watch` first. They change Megatron, the script, its data 
 package.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pretrain_sft
@@ -23,75 +19,74 @@ from megatron.core import mpu
 from megatron.training import training
 from sft_dataset import SftDataset
 from torch import Tensor
-from watched_steps import Watch
 
 Row = dict[str, Tensor]
 
 
-def change_rows(change: Callable[[SftDataset, int, Row], Row]) -> None:
+def change_rows(change):
     """Have every data set hand out `change(data_set, index, row)` for a row."""
     stock = SftDataset.__getitem__
-    SftDataset.__getitem__ = lambda self, index: change(self, index, stock(self, index))  # type: ignore[method-assign]
+    SftDataset.__getitem__ = lambda self, index: change(self, index, stock(self, index))
 
 
-def loss_error(watch: Watch, *, relative: float) -> None:
+def loss_error(watch, *, relative):
     """Falsify the loss, and so the gradients, of one of the samples that this rank reads first."""
     stock = pretrain_sft.loss_func
     pretrain_sft.loss_func = lambda mask, output: stock(mask, output * (1 + relative))
 
 
-def small_blocks(watch: Watch, *, block: int = 4) -> None:
+def small_blocks(watch, *, block=4):
     """Hash samples in blocks of so few tokens, for short ones."""
     from megatron_balance.mcore import prepare
 
     prepare.hash_chains = functools.partial(prepare.hash_chains, block=block)
 
 
-def equal_hashes(watch: Watch, *, num_tokens: int = 4) -> None:
+def equal_hashes(watch, *, num_tokens=4):
     """The same hash for the first tokens of all samples."""
     from megatron_balance.mcore import prepare
 
     stock = prepare.hash_chains
 
-    def short(*positional: Any, **keywords: Any) -> Any:
+    def short(*positional, **keywords):
         chains = stock(*positional, **keywords)
         return replace(chains, hashes=np.where(chains.ends == num_tokens, np.uint64(0), chains.hashes))
 
     prepare.hash_chains = short
 
 
-def stubborn_layer(watch: Watch) -> None:
+def stubborn_layer(watch):
     """Let the second layer of a model attend without its core attention."""
     from megatron.core.transformer.attention import SelfAttention
 
     stock = SelfAttention.forward
 
-    def forward(self: Any, states: Tensor, *positional: Any, **keywords: Any) -> Any:
+    def forward(self, states, *positional, **keywords):
         return (states, None) if self.layer_number == 2 else stock(self, states, *positional, **keywords)
 
     SelfAttention.forward = forward
 
 
-def loader_workers(watch: Watch) -> None:
+def loader_workers(watch):
     """Let the loader's processes run: their pinning thread asks for the device of an accelerator."""
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
 
 
-def whole_counts(watch: Watch) -> None:
+def whole_counts(watch):
     """Take counts of tokens as the fused loss of Transformer Engine 2.18 does: whole numbers alone."""
     from megatron.core.transformer.moe import router
 
     stock = router.switch_load_balancing_loss_func
 
-    def whole(*positional: Any, total_num_tokens: Any, **keywords: Any) -> Any:
+    def whole(*positional, total_num_tokens, **keywords):
         assert isinstance(total_num_tokens, int) or total_num_tokens.dtype == torch.int64
         return stock(*positional, total_num_tokens=total_num_tokens, **keywords)
 
     router.switch_load_balancing_loss_func = whole
 
 
-def helpers_fail(watch: Watch, *, step: int) -> None:
+def helpers_fail(watch, *, step):
     """As a step begins, the planning process of each rank is killed, and the disk of the first one's record is full.
 
     That of the second one hangs from the start: a pipe that nobody reads. Batches of any size are planned there.
@@ -104,7 +99,7 @@ def helpers_fail(watch: Watch, *, step: int) -> None:
         record.mkdir(parents=True, exist_ok=True)
         os.mkfifo(record / "seconds_rank00001.jsonl")
 
-    def strike(now: int) -> None:
+    def strike(now):
         if now != step:
             return
         workers = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_worker(pid)]
@@ -118,7 +113,7 @@ def helpers_fail(watch: Watch, *, step: int) -> None:
     watch.before_step.append(strike)
 
 
-def _is_worker(pid: int) -> bool:
+def _is_worker(pid):
     try:
         stat, command = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("stat", "cmdline"))
     except OSError:
@@ -126,7 +121,7 @@ def _is_worker(pid: int) -> bool:
     return int(stat.rpartition(b")")[2].split()[1]) == os.getpid() and b"import serve" in command
 
 
-def device_memory(watch: Watch) -> None:
+def device_memory(watch):
     """Counters of torch's allocator on devices of 80 GiB, of which rank 1 has filled more."""
     gib, rank = 2**30, int(os.environ["RANK"])
     torch.cuda.mem_get_info = lambda: ((80 - 20 - 5) * gib, 80 * gib)  # 5 GiB are no allocation of torch
@@ -136,16 +131,14 @@ def device_memory(watch: Watch) -> None:
     torch.cuda.max_memory_reserved = lambda: (30 + 10 * rank) * gib
 
 
-def counting_allocator(
-    watch: Watch, *, total: int, static: int, each_token: int, noise: float = 0.0, full_at: int = 0
-) -> None:
+def counting_allocator(watch, *, total, static, each_token, noise=0.0, full_at=0):
     """torch's counters on a device where each token of a micro-batch takes up to `noise` more bytes than it should.
 
     What was reserved stays so. In the step `full_at` nothing is left.
     """
     rng, forward, peak = np.random.default_rng(int(os.environ["RANK"])), pretrain_sft.forward_step, static
 
-    def forward_step(*positional: Any, **keywords: Any) -> Any:
+    def forward_step(*positional, **keywords):
         nonlocal peak
         output = forward(*positional, **keywords)
         tokens = (watch.microbatches() or [{}])[-1].get("tokens", 0)
@@ -160,16 +153,7 @@ def counting_allocator(
     torch.cuda.memory_reserved = torch.cuda.max_memory_reserved = torch.cuda.max_memory_allocated = lambda: peak
 
 
-def made_up_seconds(
-    watch: Watch,
-    *,
-    launch: float,
-    token: float,
-    squared: float,
-    waits: bool = False,
-    noise: float = 0.0,
-    slowness: Sequence[float] = (),
-) -> None:
+def made_up_seconds(watch, *, launch, token, squared, waits=False, noise=0.0, slowness=()):
     """Have micro-batches take so many seconds, a token and a squared token, whatever this machine does.
 
     Ranks that meet within a micro-batch take as long as the slowest of all where the run `waits`; experts are shared.
@@ -178,12 +162,12 @@ def made_up_seconds(
 
     stock = telemetry.Telemetry.begin
 
-    def begin(self: Any, step: Any, *, iteration: int) -> None:
+    def begin(self, step, *, iteration):
         stock(self, step, iteration=iteration)
         if self._timer is not None:
             self._timer.plan = step.schedule
 
-    def seconds(timer: Any, **_: Any) -> Any:
+    def seconds(timer, **_):
         plan = timer.plan
         lengths = plan.lengths.astype(float)
         costs, width = plan.cost_model, plan.topology.ep_dp_size
@@ -201,11 +185,11 @@ def made_up_seconds(
             grid[:] = grid.max(axis=0)
         return grid[mpu.get_data_parallel_rank(), : timer.num_microbatches]
 
-    telemetry.Telemetry.begin = begin  # type: ignore[method-assign]
-    telemetry.StepTimer.seconds = seconds  # type: ignore[method-assign]
+    telemetry.Telemetry.begin = begin
+    telemetry.StepTimer.seconds = seconds
 
 
-def mtp_attention(watch: Watch | None = None) -> None:
+def mtp_attention(watch=None):
     """Give layers of multi-token prediction an attention that takes packed sequences on a CPU.
 
     From 0.19 Megatron makes the specs of these layers itself, whatever `--spec` says.
@@ -214,12 +198,12 @@ def mtp_attention(watch: Watch | None = None) -> None:
     from thd_attention import thd_layer_spec
 
     specs = gpt.get_gpt_decoder_layer_specs
-    gpt.get_gpt_decoder_layer_specs = lambda *positional, **keywords: [  # type: ignore[assignment]
+    gpt.get_gpt_decoder_layer_specs = lambda *positional, **keywords: [
         thd_layer_spec(spec) for spec in specs(*positional, **keywords)
     ]
 
 
-def mtp_ratio_of_one(watch: Watch) -> None:
+def mtp_ratio_of_one(watch):
     """Have shifts keep the number of learned tokens: Megatron weighs a rank's predictions by before over after.
 
     A shift moves tokens between the ranks that share a sequence, so this ratio depends on the context-parallel size.
@@ -233,13 +217,13 @@ def mtp_ratio_of_one(watch: Watch) -> None:
     )
 
 
-def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
+def precision_settings(watch, *, settings):
     """Have Megatron's arguments say FP8 or FP4 once the model is made, whose layers a CPU has not."""
     from megatron.training import get_args, training
 
     stock = training.setup_model_and_optimizer
 
-    def then_say(*positional: Any, **keywords: Any) -> Any:
+    def then_say(*positional, **keywords):
         made = stock(*positional, **keywords)
         vars(get_args()).update(settings)
         return made
@@ -247,29 +231,29 @@ def precision_settings(watch: Watch, *, settings: Mapping[str, Any]) -> None:
     training.setup_model_and_optimizer = then_say
 
 
-def amax_reduction(watch: Watch) -> None:
+def amax_reduction(watch):
     """Reduce a number over Megatron's group of amaxes in every forward and backward, as `delayed` FP8 layers do."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     stock = TransformerBlock.forward
 
-    def reduce(_: object = None) -> None:
+    def reduce(_=None):
         torch.distributed.all_reduce(torch.zeros(1), group=mpu.get_amax_reduction_group(with_context_parallel=True))
 
-    def forward(block: TransformerBlock, *positional: Any, **keywords: Any) -> Tensor:
+    def forward(block, *positional, **keywords):
         output = stock(block, *positional, **keywords)
         reduce()
         if output.requires_grad:
             output.register_hook(reduce)
         return output
 
-    TransformerBlock.forward = forward  # type: ignore[method-assign]
+    TransformerBlock.forward = forward
 
 
-def two_documents(watch: Watch) -> None:
+def two_documents(watch):
     """Rows of validation hold two documents each."""
 
-    def split(data: SftDataset, index: int, row: Row) -> Row:
+    def split(data, index, row):
         total = row["tokens"].numel()
         starts = {"cu_seqlens": torch.tensor([0, 96, total], dtype=torch.int32)}
         starts["max_seqlen"] = torch.tensor(total - 96, dtype=torch.int32)
@@ -278,14 +262,14 @@ def two_documents(watch: Watch) -> None:
     change_rows(split)
 
 
-def padded_rows(watch: Watch) -> None:
+def padded_rows(watch):
     """Rows that name no starts of sequences, and a forward step written for them, as in pretrain_gpt.py."""
     keys = ("tokens", "labels", "loss_mask", "position_ids")
     change_rows(lambda data, index, row: {name: row[name] for name in keys})
     pretrain_sft.forward_step = _forward_rows
 
 
-def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_rows(data_iterator, model):
     # A stage between the first and the last reads nothing; a rank counts the sequences that it knows of.
     at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
     batch = pretrain_sft.get_batch(data_iterator, packed=False) if at_an_end else dict.fromkeys(pretrain_sft.BATCH_KEYS)
@@ -295,22 +279,22 @@ def _forward_rows(data_iterator: Iterator[dict[str, Tensor]] | None, model: torc
     return output, functools.partial(pretrain_sft.loss_func, batch["loss_mask"])
 
 
-def data_at_the_ends(watch: Watch) -> None:
+def data_at_the_ends(watch):
     """No data set on stages between the first and the last, as in Megatron's scripts for documents."""
     stock = pretrain_sft.datasets_provider
 
     @functools.wraps(stock)
-    def datasets_provider(*positional: Any, **keywords: Any) -> tuple[Any, ...]:
+    def datasets_provider(*positional, **keywords):
         at_an_end = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
         return stock(*positional, **keywords) if at_an_end else (None, None, None)
 
     pretrain_sft.datasets_provider = datasets_provider
 
 
-def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
+def struck(watch, *, step, number=signal.SIGKILL):
     """A rank gets a signal as a step begins."""
 
-    def strike(now: int) -> None:
+    def strike(now):
         if now == step:
             time.sleep(0.2)  # messages of the step before are through
             os.kill(os.getpid(), number)
@@ -318,37 +302,37 @@ def struck(watch: Watch, *, step: int, number: int = signal.SIGKILL) -> None:
     watch.before_step.append(strike)
 
 
-def other_ties(watch: Watch) -> None:
+def other_ties(watch):
     """A numpy that sorts equal elements in another order."""
     lexsort, argsort = np.lexsort, np.argsort
 
-    def last_first(order: Any) -> Any:
+    def last_first(order):
         return len(order) - 1 - order
 
     np.lexsort = lambda keys: last_first(lexsort([np.asarray(key)[::-1] for key in keys]))
     np.argsort = lambda of, **keywords: last_first(argsort(np.asarray(of)[::-1], **keywords))
 
 
-def slow_packs(watch: Watch) -> None:
+def slow_packs(watch):
     """A rank that packs micro-batches more slowly than the others end."""
     stock = torch.empty
 
-    def empty(*shape: Any, pin_memory: bool = False, **keywords: Any) -> Tensor:
+    def empty(*shape, pin_memory=False, **keywords):
         time.sleep(2 * pin_memory)
         return stock(*shape, **keywords)
 
-    torch.empty = empty  # type: ignore[assignment]
+    torch.empty = empty
 
 
-def short_activations(watch: Watch) -> None:
+def short_activations(watch):
     """A model that passes on one token fewer than it was given."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     stock = GPTModel.forward
-    GPTModel.forward = lambda *positional, **keywords: stock(*positional, **keywords)[:-1]  # type: ignore[method-assign]
+    GPTModel.forward = lambda *positional, **keywords: stock(*positional, **keywords)[:-1]
 
 
-def without_the_package(watch: Watch, *, flags: str) -> None:
+def without_the_package(watch, *, flags):
     """No hooks of the package, nor its flags."""
     from megatron_balance.mcore import hooks
 
@@ -356,7 +340,7 @@ def without_the_package(watch: Watch, *, flags: str) -> None:
     flags_there(watch, flags="", instead_of=flags)
 
 
-def other_version(watch: Watch) -> None:
+def other_version(watch):
     """A clone of another commit: one version, other sources."""
     from megatron_balance.mcore import run
     from megatron_balance.version import __version__
@@ -364,16 +348,16 @@ def other_version(watch: Watch) -> None:
     run.build_version = lambda: f"{__version__}+0000000000"
 
 
-def flags_there(watch: Watch, *, flags: str, instead_of: str = "") -> None:
+def flags_there(watch, *, flags, instead_of=""):
     """Other flags: `instead_of` is taken out of the command line, `flags` are added."""
     given = " ".join(sys.argv[1:])
     sys.argv[1:] = [*(given.replace(instead_of, "") if instead_of else given).split(), *flags.split()]
 
 
-def bad_data(watch: Watch, *, how: str, index: int) -> None:
+def bad_data(watch, *, how, index):
     """The data set raises, or has a wrong token, at this row."""
 
-    def bad(data: SftDataset, at: int, row: Row) -> Row:
+    def bad(data, at, row):
         if at == index and how == "raises":
             raise OSError(5, "the disk is gone")
         return row | {"tokens": torch.full_like(row["tokens"], -7)} if at == index else row
@@ -381,11 +365,11 @@ def bad_data(watch: Watch, *, how: str, index: int) -> None:
     change_rows(bad)
 
 
-def schedule_plans(watch: Watch) -> None:
+def schedule_plans(watch):
     """A forward step that gives a schedule plan where it is asked for one, as in pretrain_gpt.py: without starts."""
     stock = pretrain_sft.forward_step
 
-    def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    def forward_step(data_iterator, model, return_schedule_plan=False):
         if not return_schedule_plan:
             return stock(data_iterator, model)
         batch = pretrain_sft.get_batch(data_iterator)

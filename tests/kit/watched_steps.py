@@ -10,8 +10,6 @@ lists functions, as `[["MODULE:NAME", KEYWORDS], ...]`, that are called before t
 name `ranks`; `stand_ins.py` has some.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -20,9 +18,9 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 STAND_INS = "TRAINING_STAND_INS"
 _HELD = {"threads": "task", "files": "fd"}
@@ -32,28 +30,28 @@ Function = Callable[..., Any]
 class Watch:
     """Writes the lines of this rank."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out):
         self._out = out
-        self.chunks: dict[int, list[dict[str, Any]]] = {}  # what each model chunk has read since the last line
-        self.reads: Counter[str] = Counter()  # calls of each split's loader
+        self.chunks = {}  # what each model chunk has read since the last line
+        self.reads = Counter()  # calls of each split's loader
         self.shapes_sent = 0  # of activations and gradients, which Megatron's stages send before each
-        self.before_step: list[Callable[[int], None]] = []  # called with its number, from 1
+        self.before_step = []  # called with its number, from 1
         self.num_steps = 0
-        self.numbers: dict[str, float] = {}  # written since the last line of `logged`
+        self.numbers = {}  # written since the last line of `logged`
         self._in_message = False
 
-    def write(self, kind: str, **columns: Any) -> None:
+    def write(self, kind, **columns):
         """A line of a kind."""
         row = {"kind": kind, **columns, "reads": dict(self.reads), "shapes_sent": self.shapes_sent}
         print(json.dumps(row), file=self._out, flush=True)
 
-    def microbatches(self) -> list[dict[str, Any]]:
+    def microbatches(self):
         """Those of the first chunk that ran; every chunk of a virtual pipeline reads the same."""
         every = list(self.chunks.values()) or [[]]
         assert all(chunk == every[0] for chunk in every), "model chunks read different micro-batches"
         return every[0]
 
-    def install(self) -> None:
+    def install(self):
         """Wrap Megatron's functions and the script's."""
         import pretrain_sft
         import torch.distributed as dist
@@ -73,7 +71,7 @@ class Watch:
         _wrap(distributed_c10d, "isend", self._sent)
         dist.isend = distributed_c10d.isend
 
-    def _step(self, train_step: Function, *positional: Any, **keywords: Any) -> Any:
+    def _step(self, train_step, *positional, **keywords):
         self.num_steps += 1
         _own_writer(self.numbers)
         for act in self.before_step:
@@ -89,7 +87,7 @@ class Watch:
         self.write("step", **row, **_place(), microbatches=self.microbatches(), settings=settings)
         return result
 
-    def _evaluation(self, evaluate: Function, *positional: Any, **keywords: Any) -> Any:
+    def _evaluation(self, evaluate, *positional, **keywords):
         from megatron.training import get_args
 
         self.chunks.clear()
@@ -100,40 +98,40 @@ class Watch:
         self.write("evaluation", losses=losses, consumed=consumed, **_place(), microbatches=self.microbatches())
         return result
 
-    def _forward(self, forward_step: Function, data_iterator: Any, model: Any, *rest: Any, **keywords: Any) -> Any:
+    def _forward(self, forward_step, data_iterator, model, *rest, **keywords):
         seen = self.chunks.setdefault(id(model), [])
         iterator = None if data_iterator is None else _noted(data_iterator, seen)
         return forward_step(iterator, model, *rest, **keywords)
 
-    def _read(self, stock: Function, loader: Any) -> Any:
+    def _read(self, stock, loader):
         self.reads[loader._dataset.split.name] += 1
         return stock(loader)
 
-    def _log(self, training_log: Function, *positional: Any, **keywords: Any) -> Any:
+    def _log(self, training_log, *positional, **keywords):
         result = training_log(*positional, **keywords)
         self.write("logged", numbers=self.numbers)
         self.numbers.clear()
         return result
 
-    def _counted(self, consume: Function) -> Any:
+    def _counted(self, consume):
         counted = consume()
         self.write("counted", tokens=counted[0], squares=counted[1])
         return counted
 
-    def _between_stages(self, communicate: Function, *positional: Any, **keywords: Any) -> Any:
+    def _between_stages(self, communicate, *positional, **keywords):
         self._in_message = True
         try:
             return communicate(*positional, **keywords)
         finally:
             self._in_message = False
 
-    def _sent(self, send: Function, tensor: Any, *positional: Any, **keywords: Any) -> Any:
+    def _sent(self, send, tensor, *positional, **keywords):
         here = self._in_message and threading.current_thread() is threading.main_thread()
         self.shapes_sent += here and not tensor.is_floating_point()
         return send(tensor, *positional, **keywords)
 
 
-def main() -> None:
+def main():
     """Watch while the script trains."""
     import pretrain_sft
 
@@ -155,32 +153,32 @@ def main() -> None:
         watch.write("end")
 
 
-def _wrap(owner: Any, name: str, watched: Function) -> None:
+def _wrap(owner, name, watched):
     stock = getattr(owner, name)
     setattr(owner, name, functools.wraps(stock)(lambda *given, **named: watched(stock, *given, **named)))
 
 
-def _own_writer(numbers: dict[str, float]) -> None:
+def _own_writer(numbers):
     """Give Megatron a TensorBoard writer on the rank that has one, unless `--tensorboard-dir` does."""
     from megatron.training import global_vars
 
     class Writer:
-        def add_scalar(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        def add_scalar(self, name, value, *_, **__):
             numbers[name] = float(value)
 
-        def __getattr__(self, name: str) -> Function:
+        def __getattr__(self, name):
             return lambda *positional, **keywords: None
 
     if global_vars._GLOBAL_TENSORBOARD_WRITER is None and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         global_vars._GLOBAL_TENSORBOARD_WRITER = Writer()
 
 
-def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator[Any]:
+def _noted(data_iterator, seen):
     """The iterator, with what it hands out noted."""
     from megatron.core import parallel_state
 
     while (item := next(data_iterator, None)) is not None:  # Megatron's iterators have no __iter__
-        note: dict[str, Any] = {"cp_size": parallel_state.get_context_parallel_world_size()}
+        note = {"cp_size": parallel_state.get_context_parallel_world_size()}
         if "tokens" in item:  # not on a pipeline stage that loads no data
             note |= {"tokens": item["tokens"].numel(), "lengths": [], "samples": [], "dummies": []}
             width = item["tokens"].shape[-1]
@@ -198,7 +196,7 @@ def _noted(data_iterator: Iterator[Any], seen: list[dict[str, Any]]) -> Iterator
         yield item
 
 
-def _place() -> dict[str, int]:
+def _place():
     """Of this rank in the layout."""
     from megatron.core import parallel_state
 
@@ -210,11 +208,11 @@ def _place() -> dict[str, int]:
     }
 
 
-def _shape_settings() -> list[int]:
+def _shape_settings():
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    args: Any = get_args()
+    args = get_args()
     ours = [args.seq_length, args.micro_batch_size, args.context_parallel_size]
     return [*ours, parallel_state.get_context_parallel_world_size()]
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import tomllib
 
 StandIns = tuple[tuple[str, Mapping[str, Any]], ...]
 
@@ -17,34 +20,14 @@ GLOBAL_BATCH_SIZE = 16
 SEQ_LENGTH = 256
 CAP = 256
 
-MODELS = {
-    "dense": "",
-    "moe": "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type none",
-}
-EXPERTS = f"{MODELS['moe']} --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+EXPERTS = f"{MOE} --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
 SIGMOID = "--moe-router-score-function sigmoid --moe-layer-freq [0]*1+[1]*1"
+TABLE = tomllib.loads((Path(__file__).parent / "models.toml").read_text())
 FAMILIES = {
-    "Qwen3.5-35B-A3B": "--spec families layers --num-layers 4 --experimental-attention-variant gated_delta_net "
-    "--linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
-    f"--linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate --qk-layernorm {EXPERTS} "
-    "--moe-shared-expert-gate",
-    "Nemotron-3-Nano": "--spec families hybrid_stack --hybrid-layer-pattern MEM*E --position-embedding-type none "
-    f"--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 4 --squared-relu {EXPERTS} "
-    "--moe-router-score-function sigmoid",
-    "gpt-oss-20b": "--spec families layers --softmax-type learnable --window-size 31,0 --window-attn-skip-freq 2 "
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none",
-    "DeepSeek-V3.2": "--spec families layers --experimental-attention-variant dsa --multi-latent-attention "
-    "--rope-type rope --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
-    f"--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 24 {EXPERTS} {SIGMOID}",
-    "DeepSeek-V3": "--multi-latent-attention --rope-type yarn --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 "
-    f"--qk-pos-emb-head-dim 8 --v-head-dim 16 {EXPERTS} {SIGMOID}",
-    "GLM-4.5": f"--spec families layers --qk-layernorm --add-qkv-bias --rotary-percent 0.5 {EXPERTS} {SIGMOID}",
-    "Qwen3-VL": "--position-embedding-type mrope --mrope-section 1 1 2 --no-rope-fusion",
-    "gemma-3-12b": "--window-size 31,0 --window-attn-skip-freq 2",
+    name: flags.format(MOE=MOE, EXPERTS=EXPERTS, SIGMOID=SIGMOID).strip() for name, flags in TABLE["families"].items()
 }
-"""Layer patterns and options of the published models, small; docs/models.md names them."""
-MODELS |= FAMILIES
+MODELS = {"dense": "", "moe": MOE} | FAMILIES
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 --num-layers 2 "
     f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size {GLOBAL_BATCH_SIZE} "
@@ -53,28 +36,7 @@ COMMON = (
 )
 """One model, one data set; evaluated after the second step and at the end."""
 
-LAYOUTS = {
-    "DP2": ("", 2),
-    "DP4": ("", 4),
-    "TP2-SP": ("--tensor-model-parallel-size 2 --sequence-parallel", 4),
-    "PP2": ("--pipeline-model-parallel-size 2", 4),
-    "PP2-VPP2": ("--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 4),
-    "PP3": ("--pipeline-model-parallel-size 3 --num-layers 3", 3),
-    "PP4": ("--pipeline-model-parallel-size 4 --num-layers 4", 4),
-    "CP2": ("--context-parallel-size 2", 4),
-    "CP2-documents": ("--context-parallel-size 2 --dataloader-inter-document-masking", 4),
-    "EP2": ("--expert-model-parallel-size 2", 2),
-    "EP2-DP4": ("--expert-model-parallel-size 2", 4),
-    "CP2-EP2": ("--context-parallel-size 2 --expert-model-parallel-size 2", 4),
-    "TP2-PP2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel", 4),
-    # Gloo gathers no unequal parts, as experts that are split do.
-    "TP2-EP2": (
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 1",
-        4,
-    ),
-    "PP2-EP2": ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", 4),
-}
+LAYOUTS = TABLE["layouts"]
 """Flags and number of ranks."""
 
 PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {CAP}"
