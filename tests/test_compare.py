@@ -253,22 +253,6 @@ def test_stock_is_what_megatron_runs_or_asked_for(tmp_path, capsys):
     assert 1 <= masked["policies"]["by-flops"]["speedup"] < 1.2
 
 
-def test_the_first_line_is_stock_and_more_steps_are_noted(tmp_path, capsys):
-    for num_samples, has_more in ((8192, False), (8193, True), (8192 + 64, True), (8191, False)):
-        np.save(tmp_path / "many.npy", np.full(num_samples, 100) + np.arange(num_samples) % 7)
-        assert compare(tmp_path / "many.npy", *BATCH) == 0
-        printed = capsys.readouterr().out
-        assert printed.startswith("Stock: one sample a micro-batch, without padding.\n")
-        assert ("Note: these are the first 128 steps; --steps plans more." in printed) == has_more
-
-
-def test_lengths_that_surprise_are_doubted(tmp_path, capsys):
-    batch = batch_of(4, 2, 8)
-    for lengths, is_doubted in (([2, 2, 2, 2], True), ([0, 3, 1, 2], True), ([100, 20, 30, 7], False)):
-        assert compare(write_lengths(tmp_path, *lengths), *batch) == 0
-        assert ("if that surprises you" in capsys.readouterr().out) == is_doubted
-
-
 def test_a_giant_recommends_sizes_of_their_own_by_the_waiting(tmp_path, capsys):
     """Fault: plan over bound 1.000, while most GPUs waited."""
     file = write_lengths(tmp_path, 60_000, *[500] * 31)

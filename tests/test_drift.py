@@ -7,13 +7,12 @@ shows what they say of its own options alone.
 import argparse
 import inspect
 import json
-import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 from drift import compare
-from drift.compare import PACKAGES, Relied, fingerprint, numbers
+from drift.compare import PACKAGES, Relied, numbers
 from drift.sources import open_sources
 
 from megatron_balance.hooking import Hook
@@ -87,19 +86,6 @@ def test_a_change_is_told(tmp_path, changed, broken, says):
         assert found == []
     else:
         assert any(finding.broken is broken and says in finding.says for finding in found), found
-
-
-def test_a_wheel_reads_as_its_folder_does(tmp_path):
-    wheel = tmp_path / "up-1.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        for path, text in STOCK.items():
-            file.writestr(path, text)
-    with open_sources(wheel) as sources:
-        definition = sources.find(HOOK.target)
-        assert definition is not None
-        # Written down, so that another Python or a change of the reader is noticed.
-        assert fingerprint(definition) == "3ce4662103358a86"
-        assert sources.binders(HOOK.target) == ["up.again", "up.training"]
 
 
 def test_each_supported_release_of_megatron_was_reviewed():

@@ -15,9 +15,6 @@ from pathlib import Path
 import pytest
 import training_run
 from forked import call, run_forked
-from kept_runs import Run
-from table import ROWS
-from test_matrix import run_of
 from training_run import RunFailed
 
 from megatron_balance import ModelShape
@@ -88,17 +85,6 @@ def test_what_is_wrong_ends_the_run_with_one_line(tmp_path):
         assert said.startswith(f"rank 0 ended with {status}:")
         assert says in said
         assert "Traceback" not in said
-
-
-@pytest.mark.slow
-def test_ranks_that_torchrun_starts_train_as_forks_do(train, tmp_path):
-    forked, folder = run_of(train, ROWS[0]), tmp_path / "run"
-    flags = f"{ROWS[0].stock} {ROWS[0].balance}".replace("{data}", str(train.data)).replace("{run}", str(folder))
-    script = training_run.ROOT / "tests" / "kit" / "watched_steps.py"
-    training_run.train(folder, flags.split(), num_ranks=2, script=script)
-    for ours, theirs in zip(Run(folder, 2).of_kind("step"), forked.of_kind("step"), strict=True):
-        for key in ("lm_loss", "grad_norm", "microbatches"):
-            assert [step[key] for step in ours] == [step[key] for step in theirs]
 
 
 @pytest.mark.slow
