@@ -174,7 +174,7 @@ def spoil(content, where, value):
         ("plan", 0, ("cost_model", "linear"), 10**400, ""),
         ("plan", 1, ("iteration",), 10**400, ""),
         ("plan", 1, ("plan_seconds",), 1e308, "times"),
-        ("plan", 0, ("format",), "another", "not 'megatron_balance record 4': another version wrote it"),
+        ("plan", 0, ("format",), "another", "not 'megatron_balance record 4': install the version that wrote it"),
         ("plan", 0, ("topology", "dp_size"), 10**12, "damaged"),
         ("plan", 0, ("limits", "max_tokens_per_gpu"), "many", "max_tokens_per_gpu"),
         ("plan", 0, ("cost_model", "linear"), 1.5, "linear"),

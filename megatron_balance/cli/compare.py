@@ -11,6 +11,7 @@ import contextlib
 import sys
 import textwrap
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MEGATRON_SEED, STOCKS, SYNTHETIC_LENGTHS
 from megatron_balance.model.hf_config import PRESETS
 from megatron_balance.record import is_record, line_of, read_record, text_of
+from megatron_balance.version import build_version
 
 _EPILOG = f"""\
 lengths, in the order of training:
@@ -139,7 +141,13 @@ def _compare(args: argparse.Namespace) -> bytes:
     batches = read_batches(args, record=record, topology=topology, limits=limits)
     option = {"padded": "sft", "packed": "sft", "masked-documents": "dataloader_inter_document_masking"}
     data_options = {option[batches.kind]: True} if batches.kind in option else {}
-    comparison = Comparison(costs, topology, limits, script_flags=args.script_flags, data_options=data_options)
+    inputs = {} if record is None else dict(record.info.environment)
+    versions = {"megatron-balance": build_version(), "numpy": np.__version__}
+    inputs |= {"date": date.today().isoformat(), "versions": versions}
+    inputs |= {"data": in_a_line(args.lengths)}
+    if args.model is not None:
+        inputs |= {"model": in_a_line(args.model), "attention_rate": costs.attention_rate}
+    comparison = Comparison(costs, topology, limits, args.script_flags, data_options, inputs)
     policies, reasons = comparison.policies()
     if batches.kind == "documents":
         policies, reasons = policies[:1], ["all rows cost the same: balancing needs --data masked-documents"]

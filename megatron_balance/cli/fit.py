@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_balance.cli.terminal import output_file, say
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.record import read_record
-from megatron_balance.record.fit import fit_record, measured_rates
+from megatron_balance.record.fit import NOTABLE_ERROR, fit_record, measured_rates
 from megatron_balance.report.figures import amount
 
 _EPILOG = """\
@@ -22,7 +22,6 @@ Three steps are enough where lengths differ. The first step of a run is left out
 are of this model, precision and kind of GPU; other tensor- and context-parallel sizes are taken to share them evenly.
 """
 
-NOTABLE_ERROR = 0.04  # median; above it, `fit` warns: in the quickstart speeds were then off by more than 3 points
 TOLD_APART = 0.05  # least part of the longest sequence's time that attention must have for its rate to be known
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,13 +85,14 @@ class PolicyResult(PolicyFigures):
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What is compared: costs, ranks at one size, the token cap, and the options of the training script."""
+    """What is compared: costs, ranks at one size, the token cap, the training script's options; inputs for people."""
 
     costs: CompareCosts
     topology: Topology
     limits: Limits
-    script_flags: Sequence[str] = ()
-    data_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    script_flags: Sequence[str]
+    data_options: Mapping[str, Any]
+    inputs: Mapping[str, Any]
 
     def policies(self) -> tuple[list[Policy], list[str]]:
         """Stock, then policies by rising number of flags, dynamic CP last; and why others are not compared."""
@@ -176,7 +177,8 @@ class Comparison:
             topology=topology,
             limits=self.limits,
             objective=resolve_objective("auto", topology=topology),
-            policy=f"megatron-balance compare, {policy.name}",
+            policy=policy.flags or "stock",
+            environment={**self.inputs, "command": self.command(policy)},
             row_tokens=steps[0].row_tokens,
         )
         fields = {name: getattr(info, name) for name in ("cost_model", "limits", "objective")}

@@ -13,11 +13,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import shlex
+import sys
 import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +228,10 @@ def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
     costs, granularity = settings.costs, getattr(args, "recompute_granularity", None)
     rate = {} if costs.attention_rate is None else {"attention_rate": costs.attention_rate}
     recompute = {} if granularity is None else {"recompute": granularity}
+    inputs = {"date": date.today().isoformat(), "command": shlex.join(sys.argv)}
+    if args is not None:
+        inputs["model"] = f"{args.num_layers} layers of {args.hidden_size}"
+        inputs["data"] = " ".join(getattr(args, "data_path", None) or ())
     return RunInfo(
         topology=settings.topology,
         limits=settings.limits,
@@ -232,7 +239,7 @@ def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
         cost_name=costs.name,
         objective=resolve_objective(settings.objective, topology=settings.topology),
         policy=settings.policy,
-        environment=environment(device_kind()) | rate | recompute,
+        environment=environment(device_kind()) | rate | recompute | inputs,
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
     )

@@ -19,6 +19,9 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.record.run_record import RunInfo, RunRecord
 from megatron_balance.record.step import StepRecord
 
+NOTABLE_ERROR = 0.04
+"""Median of a fit, above which it is warned of: in the quickstart speeds were then off by more than 3 points."""
+
 MAX_ROUNDS = 5
 """Fits, where ranks that meet contain one another's seconds: whose contain no waiting is what the one before says."""
 

@@ -32,7 +32,13 @@ from megatron_balance.record.step import StepRecord, rows_of
 from megatron_balance.topology import Limits, Topology
 
 FORMAT = "megatron_balance record 4"
-"""The format named in the first line; the number rises when its meaning changes."""
+"""The format named in the first line; the number rises when its meaning changes. Every 0.x reads those of 0.2 on."""
+
+_READ = ("megatron_balance record 3", FORMAT)
+"""Formats that are read; the first is that of 0.1."""
+
+_RENAMED = {"origin": "environment", "slot_of": "microbatch_of"}
+"""Keys of format 3, and their names since."""
 
 PLAN = "plan.jsonl"
 """The file of a record's folder that one rank writes."""
@@ -67,8 +73,9 @@ class RunInfo:
     @classmethod
     def from_line(cls, line: Mapping[str, Any]) -> RunInfo:
         """Read what `line` wrote; KeyError, TypeError or ValueError where the line is damaged."""
-        if line["format"] != FORMAT:
-            raise ValueError(f"it is of the format {line['format']!r}, not {FORMAT!r}: another version wrote it")
+        if line["format"] not in _READ:
+            remedy = "install the version that wrote it, or record 20 steps anew with --balance-record"
+            raise ValueError(f"it is of the format {line['format']!r}, not {FORMAT!r}: {remedy}")
         topology, environment = Topology(**line["topology"]), dict(line["environment"])
         if topology.num_gpus > MAX_GPUS or topology.pp_size * topology.vpp_size > MAX_STAGES:
             raise ValueError(f"it has {topology.num_gpus} GPUs and {topology.pp_size} pipeline stages")
@@ -178,7 +185,7 @@ def read_record(path: Path) -> RunRecord:
             raise BalanceError(f"{problem}: {error.strerror}.") from error
         for number, text in enumerate(lines, start=1):
             try:
-                line = json.loads(text)
+                line: dict[str, Any] = {_RENAMED.get(name) or name: value for name, value in json.loads(text).items()}
                 kind = line["kind"]
                 if kind == "run":
                     before, info = info, RunInfo.from_line(line)

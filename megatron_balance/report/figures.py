@@ -186,7 +186,7 @@ class RunFigures:
         # Attention is weighed by its rate, and routed experts may be apart.
         per_token = (1 - rate) * info.cost_model.linear + info.cost_model.expert_linear
         costs = [rate * float(info.cost_model.local_cost(step.segments).sum()) for step in steps]
-        return np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps])
+        return np.array(costs) + per_token * np.array([step.lengths.sum() for step in steps], dtype=float)
 
     def mfu(self, policy: PolicyFigures, *, peak: float) -> float:
         """Model FLOPs over those of all GPUs at `peak` TFLOP/s in a policy's forward and backward passes; else NaN."""

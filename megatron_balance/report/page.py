@@ -16,9 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.record.fit import NOTABLE_ERROR
 from megatron_balance.report.charts import TITLES, charts_of
 from megatron_balance.report.figures import PolicyFigures, RunFigures, amount
 from megatron_balance.report.timelines import timeline_data
+
+MUCH_WAITING = 0.01
+"""Part of a step that no plan removes, above which the page says what does."""
 
 NONE = "–"
 """A cell without a value."""
@@ -46,6 +50,7 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
     charts = charts_of(figures)
     timelines, selection = timeline_data(figures)
     stock, planned = figures.policies["stock"], figures.planned
+    batches = [step.lengths.size for step in figures.record.steps]
     page = environment.from_string(_asset("page.html")).render(
         figures=figures,
         info=figures.record.info,
@@ -55,7 +60,9 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         speedup=speedup,
         columns=[TITLES[name] for name in figures.policies],
         rows=_rows(figures, peak=peak),
-        unavoidable=max(step.unavoidable_waiting for step in planned.metrics),
+        batch=" to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)})),
+        verdict=_verdict(figures),
+        next_step=_next_step(figures),
         nanmean=np.nanmean,
         charts=charts,
         selection=selection,
@@ -65,6 +72,41 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         script=_asset("page.js"),
     )
     out.write_text(page, encoding="utf-8")
+
+
+def _verdict(figures: RunFigures) -> str:
+    """One sentence: how even ranks are, and how much a better plan could gain."""
+    longer = {name: np.nanmean(policy.imbalance) - 1 for name, policy in figures.policies.items()}
+    measured = f" ({longer['measured']:.1%} measured)" if "measured" in longer else ""
+    return (
+        f"As planned the slowest rank works {longer['planned']:.1%} longer than the mean rank{measured}, in stock "
+        f"{longer['stock']:.1%}; another plan at these context-parallel sizes would gain "
+        f"{figures.planned.mean('over_bound') - 1:.1%} at most."
+    )
+
+
+def _next_step(figures: RunFigures) -> str:
+    """What a reader does with the page."""
+    unavoidable = max(step.unavoidable_waiting for step in figures.planned.metrics)
+    if unavoidable > MUCH_WAITING:
+        return (
+            f"In the worst step GPUs wait {unavoidable:.0%} of the time in any plan, since one sample is too long for "
+            "a rank's even share: compare --balance-dynamic-cp, a larger global batch, and a shorter --seq-length."
+        )
+    if "measured" not in figures.policies:
+        return (
+            "Check the flags by megatron-balance doctor -- FLAGS, train 20 steps with them and --balance-record "
+            "record, then: megatron-balance report record."
+        )
+    if figures.predictions.size and figures.median_error > NOTABLE_ERROR:
+        return (
+            f"The cost model is off by {figures.median_error:.1%} on this machine: megatron-balance fit RECORD, then "
+            "train with --balance-cost seconds.json."
+        )
+    return (
+        "Plans and seconds agree. megatron-balance compare RECORD says what other caps and context-parallel sizes "
+        "would bring on the same GPUs."
+    )
 
 
 def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:

@@ -1,18 +1,21 @@
 """A recorded run reads back as it was, also where it was cut short."""
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from recorded_runs import planned_step, record_writers, run_info, step_of, write_record
 
-from megatron_balance import CostModel, Topology
+from megatron_balance import BalanceError, CostModel, Topology
 from megatron_balance.record import RecordThread, RecordWriter, StepRecord, read_record
 from megatron_balance.record.writing import MAX_WAITING
+from megatron_balance.report import run_figures
 
 INFO = run_info(
     Topology(4, cp_size=2, pp_size=2),
@@ -48,6 +51,30 @@ def test_what_was_written_reads_back(tmp_path, info):
     assert record.info == info
     for ours, theirs in zip(record.steps, steps, strict=True):
         assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "times"),
+    [
+        # Written by 0.1, which printed 1.62x.
+        ("0.1.jsonl", 13_263, [559699433846480, 344984667887632]),
+        # By a training run of 0.2, three steps on four CPU ranks; and by its compare, with dynamic sizes, PP2 and EP2.
+        ("0.2", 79_031, [1.197282327, 0.863948988, 0.879485796]),
+        ("0.2-dynamic.jsonl", 260_746, [3135635501088768, 2161796938465280]),
+    ],
+)
+def test_records_of_earlier_releases_are_read(name, tokens, times):
+    """Committed as they were written. They stay, and so do their figures: under stock, as planned, and as measured."""
+    figures = run_figures(read_record(Path(__file__).parent / "records" / name))
+    assert sum(int(step.lengths.sum()) for step in figures.record.steps) == tokens
+    assert [policy.times.sum() for policy in figures.policies.values()] == pytest.approx(times)
+
+
+def test_a_record_of_another_format_has_a_remedy(tmp_path):
+    line = json.dumps(INFO.line()).replace("record 4", "record 5")
+    (tmp_path / "plan.jsonl").write_text(f"{line}\n")
+    with pytest.raises(BalanceError, match=r"record 5'.*install the version that wrote it, or record 20"):
+        read_record(tmp_path)
 
 
 def test_images_count_when_a_record_is_read(tmp_path):

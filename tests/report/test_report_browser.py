@@ -83,6 +83,8 @@ def test_page_is_readable(browser, page, width, scheme):
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     bars = browser.execute_script("return document.querySelectorAll('#timeline .work').length")
     assert bars > 50
+    browser.execute_script("document.querySelector('[data-copies]').click()")
+    assert browser.execute_script("return window.getSelection().toString()").startswith("--balance-data")
     for chart in ("imbalance", "fit"):
         assert browser.execute_script(f"return document.querySelectorAll('#{chart} .trace').length") >= 1
     # Text against the page: 7 to 1 is WCAG's stricter contrast; headings, captions and numbers in charts.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 
 import numpy as np
 import pytest
@@ -54,6 +55,22 @@ def row_of(page, name):
     return re.findall(r"<td>(.*?)</td>", row[1])
 
 
+def test_a_page_says_of_what_it_is_and_what_to_do_next(tmp_path):
+    plan, batch = tmp_path / "plan.jsonl", "--global-batch-size 32 --dp-size 4 --max-tokens-per-gpu 2048 --data samples"
+    lengths = ["synthetic:gsm8k_sft:64", "--model", "Qwen3-8B"]
+    assert main(["compare", *lengths, *batch.split(), "--json", str(plan)]) == 0
+    page = report(tmp_path, plan)
+    for words in ("model Qwen3-8B", "data synthetic:gsm8k_sft:64", f"date {date.today()}", "of 32 samples", "numpy"):
+        assert words in page, words
+    flags, command = re.findall(r'<code id="(?:flags|command)">(.*?)</code><button type="button" data-copies', page)
+    assert command.endswith(f"-m megatron_balance.launch YOUR_SCRIPT … --calculate-per-token-loss {flags}")
+    assert re.search(r"As planned the slowest rank works \d+\.\d% longer than the mean rank, in stock \d+\.\d%;", page)
+    assert "train 20 steps with them and --balance-record" in page
+    for noise, words in ((0.0, "Plans and seconds agree."), (0.5, "on this machine: megatron-balance fit RECORD")):
+        write_record(tmp_path / "record", num_steps=3, num_samples=200, noise=noise)
+        assert words in report(tmp_path, tmp_path / "record")
+
+
 def test_waiting_that_no_plan_removes_is_shown(tmp_path):
     """One sample of 900 among 4 ranks, of 1,200 in all: two thirds of a step of 900 is waiting."""
     info = run_info(cost_model=CostModel(linear=1))
@@ -61,6 +78,7 @@ def test_waiting_that_no_plan_removes_is_shown(tmp_path):
         writer.add_step(step_of(info, [900, 100, 100, 100]))
     page = report(tmp_path, tmp_path / "record")
     assert row_of(page, "waiting that no plan at these sizes removes") == ["66.7%", "66.7%"]
+    assert "In the worst step GPUs wait 67% of the time in any plan" in page
     assert row_of(page, "above the lower bound, mean")[1] == "+0.00%"
     assert "Under stock" not in page
 

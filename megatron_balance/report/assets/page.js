@@ -95,7 +95,7 @@
     box.replaceChildren(legend);
     const [width, height] = [box.clientWidth, box.clientHeight - legend.offsetHeight];
     const svg = add(box, "svg", { width, height });
-    const [left, right, bottom] = [64, width - 12, height - 44];
+    const [left, right, bottom] = [64, width - 28, height - 44];
     const withEnds = (axis, key) => {
       const values = lines.flatMap((line) => line[key]).filter((value) => value !== null);
       const [least, most] = [Math.min(...values), Math.max(...values)];
@@ -279,6 +279,15 @@
   select.addEventListener("change", () => show(select.selectedIndex));
   previous.addEventListener("click", () => show(select.selectedIndex - 1));
   next.addEventListener("click", () => show(select.selectedIndex + 1));
+
+  for (const button of document.querySelectorAll("[data-copies]")) {
+    const name = button.textContent;
+    button.addEventListener("click", () => {
+      // The newer clipboard is not there for every page that is opened as a file.
+      window.getSelection().selectAllChildren(document.getElementById(button.dataset.copies));
+      button.textContent = document.execCommand("copy") ? "Copied" : name;
+    });
+  }
 
   function drawAll() {
     show(select.selectedIndex);
