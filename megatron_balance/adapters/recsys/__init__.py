@@ -46,8 +46,8 @@ def install() -> Installation[str]:
 
         stock = importlib.import_module(_SHUFFLERS).BaseTaskBalancedBatchShuffler
         if not _factory().is_registered(NAME):
-            # Configurations name the shuffler where balancing is switched off, too.
-            _factory().register(NAME, make_shuffler_class(stock) if is_installed() else stock)
+            # Configurations name the shuffler where balancing is switched off, too: it shuffles as upstream's do then.
+            _factory().register(NAME, make_shuffler_class(stock))
     return installation
 
 

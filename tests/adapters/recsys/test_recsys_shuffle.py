@@ -294,6 +294,17 @@ def functions():
     return [vars(owner)[name] for owner, name in HOOKED]
 
 
+def test_switched_off_the_name_is_made_by_the_same_configuration(monkeypatch):
+    monkeypatch.setenv("MEGATRON_BALANCE", "0")
+    recsys.install()
+    try:
+        shuffler = BatchShufflerFactory.create("megatron_balance", num_heads=4, head_dim=256)
+        assert type(shuffler).shuffle is BaseTaskBalancedBatchShuffler.shuffle
+        assert not recsys.is_installed()
+    finally:
+        BatchShufflerFactory.unregister("megatron_balance")
+
+
 def test_everything_is_hooked_and_given_back():
     """R18, R24: one name in upstream's factory, beside the identity shuffler, which stays what it is."""
     before = functions()
