@@ -350,7 +350,7 @@ def test_examples_of_the_python_page(tmp_path):
     """Each public name has one, in its docstring or below it. In a process of its own: they make a group and hooks."""
     for part in API.read_text().split("::: megatron_balance.")[1:]:
         home, _, name = part.split()[0].rpartition(".")
-        item = getattr(importlib.import_module(f"megatron_balance.{home}"), name)
+        item = getattr(importlib.import_module(f"megatron_balance.{home}".rstrip(".")), name)
         examples = [inspect.getdoc(member) or "" for member in (item, *vars(item).values())]
         assert ">>>" in part or any(">>>" in example for example in examples), f"{name} has no example"
     page = tmp_path / "api.md"
@@ -367,6 +367,7 @@ def test_python_page_has_every_public_name_where_it_is():
     assert {name.rpartition(".")[2] for name in named} >= set(megatron_balance.__all__) - {"__version__"}
     for name in named:
         home, _, attribute = name.rpartition(".")
-        source = (PACKAGE / home.replace(".", "/")).with_suffix(".py")
-        text = (source if source.exists() else source.with_suffix("") / "__init__.py").read_text()
+        folder = PACKAGE / home.replace(".", "/")
+        source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        text = source.read_text()
         assert re.search(rf'^(class|def) {attribute}\b|"{attribute}"', text, flags=re.MULTILINE), name
