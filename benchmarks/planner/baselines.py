@@ -153,8 +153,8 @@ def equal_size_kk(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[in
 def lpt(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
     """Samples by descending FLOPs to the rank with least; first-fit decreasing under the cap on each rank.
 
-    Ranks with fewer micro-batches than others split their fullest. Micro-batches meet by descending FLOPs.
-    Source: R. L. Graham 1969; TorchSpec's approach A, without its count cap.
+    Ranks with fewer micro-batches than others split their fullest, as far as they have samples. Micro-batches meet by
+    descending FLOPs. Source: R. L. Graham 1969; TorchSpec's approach A, without its count cap.
     """
     tokens, flops = setup.padded(lengths), setup.flops(lengths)
     parts = greedy(flops, num_parts=setup.topology.dp_size)
@@ -163,7 +163,7 @@ def lpt(lengths: NDArray[np.int64], setup: Setup) -> list[list[list[int]]]:
     ranks: list[list[list[int]]] = []
     for part, bins in zip(parts, packed, strict=True):
         slots = [[part[position] for position in held] for held in bins]
-        slots = split_bins(slots, tokens=tokens, num_bins=num_microbatches)
+        slots = split_bins(slots, tokens=tokens, num_bins=min(num_microbatches, len(part)))
         slots.sort(key=lambda held: -sum(flops[sample] for sample in held))
         ranks.append(slots)
     return ranks

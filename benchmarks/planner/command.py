@@ -2,6 +2,7 @@
 
 Every way plans the same batches; one cost model judges all: the FLOPs of the model, over a lower bound that no plan can
 beat. verl's and AReaL's own functions run where their wheels are installed: `scripts/bench planner --with-wheels`.
+`--compared` makes the short table of compared.py instead; what is known of the other part stays published.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks.planner.baselines import BASELINES
+from benchmarks.planner.compared import compared, compared_text
 from benchmarks.planner.measure import measure_row
 from benchmarks.planner.setups import (
     QUICK_SETUPS,
@@ -24,7 +26,7 @@ from benchmarks.planner.setups import (
     lengths_folder,
     lengths_said,
 )
-from benchmarks.publish import Measured, table
+from benchmarks.publish import Measured, made_by, published, table
 
 TITLE = "Planner"
 
@@ -32,12 +34,18 @@ TITLE = "Planner"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's options."""
     parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
+    parser.add_argument("--compared", action="store_true", help="three setups in ways that one may have, instead")
     add_length_options(parser)
 
 
 def measure(args: argparse.Namespace) -> Measured:
     """Plans every setup in every way."""
-    folder = lengths_folder(args)
+    folder, known = lengths_folder(args), published("planner")
+    if args.compared:
+        measured = compared(lengths_folder=folder, num_batches=1 if args.quick else 4)
+        command = f"python -m benchmarks planner --compared{' --quick' * args.quick}"
+        known["compared"] = {"made": made_by(command), "lengths": lengths_said(folder), **measured}
+        return Measured(known, raw=measured)
     setups = QUICK_SETUPS if args.quick else SETUPS
     rows: list[dict[str, Any]] = []
     for setup in setups:
@@ -47,7 +55,7 @@ def measure(args: argparse.Namespace) -> Measured:
             row = asdict(measure_row(planner, setup=setup, batches=batches))
             _announce(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
             rows.append(row)
-    figures = {
+    figures = {key: known[key] for key in ("compared",) if key in known} | {
         "lengths": lengths_said(folder),
         "wheels": {name: _version(name) for name in ("verl", "areal")},
         "setups": {setup.name: _described(setup) for setup in setups},
@@ -91,6 +99,11 @@ def _plans(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
+    parts = [_plans_text(figures)] if "plans" in figures else []
+    return "\n\n".join(parts + ([compared_text(figures["compared"])] if "compared" in figures else []))
+
+
+def _plans_text(figures: Mapping[str, Any]) -> str:
     setups = figures["setups"]
     wheels = ", ".join(f"{name} {version}" for name, version in figures["wheels"].items() if version)
     described = "\n".join(f"- {name}: {text}" for name, text in setups.items())
