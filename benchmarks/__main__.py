@@ -21,6 +21,7 @@ BENCHMARKS = {
     "pipelines": "benchmarks.pipelines.command",
     "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",
+    "cluster": "benchmarks.cluster",
     "gpu": "benchmarks.gpu",
     "sft": "benchmarks.sft.command",
     "dynamic_cp": "benchmarks.dynamic_cp.command",

@@ -45,16 +45,23 @@ class PretrainData:
 
 
 def write_data(
-    folder: Path, *, seq_length: int, whole: bool = False, in_a_row: Sequence[int] = CONVERSATIONS_IN_A_ROW
+    folder: Path,
+    *,
+    seq_length: int,
+    whole: bool = False,
+    in_a_row: Sequence[int] = CONVERSATIONS_IN_A_ROW,
+    num_samples: int | None = NUM_SAMPLES,
 ) -> PretrainData:
     """Write all data of a check into a folder; megatron.core must be importable. Samples are cut, or `whole`.
+
+    `num_samples`: of the corpus, None for all.
 
     `lengths.jsonl` has the tokens of every conversation, a row a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = (folder / name for name in ("conversations.jsonl", "tokenizer", "documents", "padded", "full"))
     data = PretrainData(*paths)
-    samples = _samples(whole=whole)
+    samples = _samples(whole=whole, num_samples=num_samples)
     _write_conversations(data.conversations, samples=samples, in_a_row=in_a_row)
     _write_tokenizer(data.tokenizer)
     documents = [[*sample.prompt, *sample.response, END_OF_DOCUMENT] for sample in samples]
@@ -66,10 +73,10 @@ def write_data(
     return data
 
 
-def _samples(*, whole: bool) -> list[PromptResponse]:
+def _samples(*, whole: bool, num_samples: int | None) -> list[PromptResponse]:
     """In an order of their own: the corpus' neighbours come from one file and resemble one another."""
     corpus = stdlib_samples()
-    chosen = np.random.default_rng(0).permutation(len(corpus))[:NUM_SAMPLES]
+    chosen = np.random.default_rng(0).permutation(len(corpus))[:num_samples]
     if whole:
         return [corpus[index] for index in chosen]
     return [

@@ -23,10 +23,12 @@ from typing import Any, TextIO
 from unittest import mock
 
 import pretrain_sft
+import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 
 from megatron_balance.mcore.run import current
+from megatron_balance.runtime.process import device_kind
 
 Function = Callable[..., Any]
 SCHEDULE = "forward_backward_func"
@@ -80,6 +82,8 @@ def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
         result = train_step(*bound.args, **bound.kwargs)
         row = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
         row |= {"passes_cpu_seconds": sum(passes), "each_pass_cpu_seconds": each_pass}
+        if device_kind() == "cuda":
+            row["peak_bytes"] = torch.cuda.max_memory_allocated()
         losses, grad_norm = result[0], result[5]
         row |= {name.replace(" ", "_"): float(value) for name, value in losses.items()}
         row |= {"grad_norm": None if grad_norm is None else float(grad_norm), **_plan(), **columns}

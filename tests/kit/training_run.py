@@ -84,13 +84,14 @@ def command_of(
     script: Path = RECORD_STEPS,
     device: str = "cpu",
     rendezvous: Sequence[str] = ("--standalone",),
+    common: str = f"{MODEL_FLAGS} {TRAINING_FLAGS}",
 ) -> list[str]:
     """The command line of a recorded run; `rendezvous` holds flags of torchrun, the others are as for `train`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(num_ranks)]
     on_cpu = device == "cpu"
     launch = [str(KIT / "cpu_shim.py")] if on_cpu else ["-m", "megatron_balance.launch"]
-    common = f"{CPU_FLAGS if on_cpu else GPU_FLAGS} {MODEL_FLAGS} {TRAINING_FLAGS}".split()
-    return [*torchrun, *launch, str(script), str(record), *common, *flags]
+    kernels = CPU_FLAGS if on_cpu else GPU_FLAGS if common else ""  # without common flags the caller's are whole
+    return [*torchrun, *launch, str(script), str(record), *kernels.split(), *common.split(), *flags]
 
 
 def train(
@@ -103,13 +104,15 @@ def train(
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 300,
     on_line: Callable[[str], None] = lambda line: None,
+    **options: Any,
 ) -> Recorded:
     """Run `script` through the launcher, one rank a process of this machine, and read its records.
 
     `device` is `cpu`, over gloo, or `cuda`, over NCCL with Transformer Engine; `flags` and `environment` are added to
-    the common ones; `on_line` gets every line of output as it comes. A run that fails or is killed raises RunFailed.
+    the common ones; `on_line` gets every line of output as it comes; `options` are of `command_of`. A run that fails or
+    is killed raises RunFailed.
     """
-    command = command_of(record, flags, num_ranks=num_ranks, script=script, device=device)
+    command = command_of(record, flags, num_ranks=num_ranks, script=script, device=device, **options)
     lines: list[str] = []
     with subprocess.Popen(
         command,
