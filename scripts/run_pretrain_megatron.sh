@@ -13,14 +13,15 @@
 # Expert parallelism makes ranks meet in every micro-batch: --balance-objective auto then evens out every slot.
 set -euo pipefail
 
-[[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
+source "$(dirname "$0")/launch.sh"
+[[ $# -ge 3 ]] || usage
 megatron=$1 data=$2 tokenizer=$3
 shift 3
 
 model=(
     --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128
-    --group-query-attention --num-query-groups 4 --qk-layernorm --swiglu --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --rotary-base 1000000 --seq-length 32768 --max-position-embeddings 40960
+    --group-query-attention --num-query-groups 4 --qk-layernorm --swiglu --normalization RMSNorm --norm-epsilon 1e-6
+    --disable-bias-linear --untie-embeddings-and-output-weights     --position-embedding-type rope --rotary-base 1000000 --seq-length 32768 --max-position-embeddings 40960
     --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
 )
@@ -40,7 +41,7 @@ balance=(
     --balance-data --balance-by-flops
 )
 
-${DRY_RUN:+echo} torchrun --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" \
+run torchrun --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "${MASTER:-localhost:29500}" --nproc-per-node "${GPUS:-8}" \
     -m megatron_balance.launch "$megatron/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${training[@]}" \
     "${documents[@]}" "${balance[@]}" "$@"

@@ -17,17 +17,18 @@
 #     scheduling_spec:
 #       - cmd: python3 -m megatron_balance.adapters.areal --model MODEL -m areal.infra.rpc.rpc_server
 #
-# Run it in the environment that has areal 1.0.4 and this package (`pip install .` in a clone).
+# DRY_RUN=1 prints the command and runs nothing. Run it in the environment that has areal 1.0.4 and this package (`pip install .` in a clone).
 set -euo pipefail
 
-[[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
+source "$(dirname "$0")/launch.sh"
+[[ $# -ge 3 ]] || usage
 here=$(cd "$(dirname "$0")/.." && pwd)
 script=$1 config=$2 model=$3
 shift 3
 
 if [[ ${SINGLE_RANK_LOAD:-0} == 1 ]]; then
     # The local launcher gives torchrun a script and nothing before it, so that what to run goes by the environment.
-    export AREAL_TRAIN_SCRIPT=$script BALANCE_MODEL=$model
-    exec python3 -m areal.infra.launcher.local "$here/scripts/train_areal.py" --config "$config" "$@"
+    run env AREAL_TRAIN_SCRIPT="$script" BALANCE_MODEL="$model" python3 -m areal.infra.launcher.local "$here/scripts/train_areal.py" --config "$config" "$@"
+    exit
 fi
-exec python3 -m megatron_balance.adapters.areal --model "$model" "$script" --config "$config" scheduler.type=local "$@"
+run python3 -m megatron_balance.adapters.areal --model "$model" "$script" --config "$config" scheduler.type=local "$@"

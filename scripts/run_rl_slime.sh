@@ -12,13 +12,14 @@
 #   PROMPTS        jsonl with `prompt` and `label`
 #   SLIME ARGS     anything train.py takes; later ones win
 #
-# Environment: NUM_GPUS (8), TP (2), MAX_TOKENS_PER_GPU (9216), OUT (build/run_rl_slime). For several nodes, start Ray on
+# Environment: DRY_RUN=1 prints the commands and runs nothing. NUM_GPUS (8), TP (2), MAX_TOKENS_PER_GPU (9216), OUT (build/run_rl_slime). For several nodes, start Ray on
 # all of them before and set RAY_ADDRESS; it is started on this one otherwise.
 #
 # What is of this package: the launcher in place of `python3 train.py`, and three of slime's own flags.
 set -euo pipefail
 
-[[ $# -ge 6 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
+source "$(dirname "$0")/launch.sh"
+[[ $# -ge 6 ]] || usage
 here=$(cd "$(dirname "$0")/.." && pwd)
 slime=$(cd "$1" && pwd) megatron=$(cd "$2" && pwd) model=$3 hf_checkpoint=$4 torch_dist=$5 prompts=$6
 shift 6
@@ -49,10 +50,10 @@ train=(
 )
 
 if [[ -z ${RAY_ADDRESS:-} ]]; then
-    ray start --head --num-gpus "${NUM_GPUS:-8}" --disable-usage-stats
+    (run ray start --head --num-gpus "${NUM_GPUS:-8}" --disable-usage-stats)
     export RAY_ADDRESS=http://127.0.0.1:8265
 fi
 environment=$(printf '{"env_vars": {"PYTHONPATH": "%s:%s", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}' "$megatron" "$slime")
 cd "$slime"
-ray job submit --runtime-env-json "$environment" -- \
+run ray job submit --runtime-env-json "$environment" -- \
     python3 -m megatron_balance.adapters.slime train.py "${MODEL_ARGS[@]}" "${train[@]}" "${balance[@]}" "$@"

@@ -11,6 +11,7 @@
 # verl 0.9 must be installed, and this package (`pip install .` in a clone) in the same environment on every node:
 # workers load the plug-in themselves.
 #
+# DRY_RUN=1 prints the command and runs nothing.
 # Environment: NNODES (1), NUM_GPUS a node (8), TP of the rollout (2), MAX_TOKENS_PER_GPU (16384), MINI_BATCH prompts
 # (64), ENGINE (vllm), OUT (build/run_rl_verl), BALANCE, the plug-in's options (model=MODEL; also cost=tokens;
 # spaces between them).
@@ -19,15 +20,16 @@
 # verl's own flags.
 set -euo pipefail
 
-[[ $# -ge 3 ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2; exit 2; }
+source "$(dirname "$0")/launch.sh"
+[[ $# -ge 3 ]] || usage
 here=$(cd "$(dirname "$0")/.." && pwd)
 model=$1 train_files=$2 val_files=$3
 shift 3
 
-export MEGATRON_BALANCE_VERL=${BALANCE:-model=$model}
+options=${BALANCE:-model=$model}
 balance=(
     # Raylets of other nodes have an environment of their own.
-    "+ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_BALANCE_VERL='$MEGATRON_BALANCE_VERL'"
+    "+ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_BALANCE_VERL='$options'"
     trainer.balance_batch=True                                                      # rows to ranks
     actor_rollout_ref.actor.use_dynamic_bsz=True                                    # rows to micro-batches
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="${MAX_TOKENS_PER_GPU:-16384}" # never exceeded
@@ -47,4 +49,4 @@ train=(
     trainer.default_local_dir="${OUT:-$here/build/run_rl_verl}" trainer.save_freq=20 trainer.test_freq=5
     trainer.total_epochs=1
 )
-python3 -m verl.trainer.main_ppo "${train[@]}" "${balance[@]}" "$@"
+run env MEGATRON_BALANCE_VERL="$options" python3 -m verl.trainer.main_ppo "${train[@]}" "${balance[@]}" "$@"

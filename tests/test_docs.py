@@ -57,6 +57,7 @@ NOT_RUN = {
     "loops.md": 4,
     "cost-model.md": 1,
     "loaders.md": 2,
+    "scripts.md": 2,
 }
 """Blocks that are not run: installing, training on GPUs, the quickstart, measuring a GPU, another system."""
 

@@ -1,9 +1,6 @@
 """The ways of other systems that the table Compared with plans by, on one batch."""
 
-from __future__ import annotations
-
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -13,15 +10,15 @@ from benchmarks.planner.compared import SETUPS, dev_sizes, judged, packed
 LENGTHS = np.array([9000, 300, 8000, 40, 500, 6000, 700, 900, 60, 70, 80, 90, 11000, 200, 210, 220])
 
 
-def test_packing_moves_no_sample_and_fills_no_micro_batch_above_the_cap() -> None:
+def test_packing_moves_no_sample_and_fills_no_micro_batch_above_the_cap():
     for setup in SETUPS:
         plan, alone = packed(LENGTHS, setup), round_robin(LENGTHS, setup)
         assert [sorted(chain(*slots)) for slots in plan] == [sorted(chain(*slots)) for slots in alone]
         assert judged(plan, batch=LENGTHS, setup=setup).num_over_cap == 0
 
 
-def test_rows_of_dynamic_sizes_are_judged_as_groups_of_neighbours() -> None:
-    def scheduler(lengths: Any, **_: Any) -> list[list[list[int]]]:
+def test_rows_of_dynamic_sizes_are_judged_as_groups_of_neighbours():
+    def scheduler(lengths, **_):
         return [[[1], [0], [0], [2], [2], [3], [4], [5]], [[index] for index in range(6, 14)], [[14], [15]]]
 
     shared = dev_sizes(LENGTHS, SETUPS[0], scheduler=scheduler)

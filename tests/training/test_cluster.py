@@ -1,9 +1,6 @@
 """The benchmark of one's own command: what it runs, what it says where there is no GPU, and the picture of losses."""
 
-from __future__ import annotations
-
 import argparse
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +16,7 @@ FLAGS = (
 BALANCE = "--balance-data --use-dynamic-batch-size --max-tokens-per-gpu 256"
 
 
-def test_stock_runs_have_no_balance_flag_and_no_run_writes_a_checkpoint() -> None:
+def test_stock_runs_have_no_balance_flag_and_no_run_writes_a_checkpoint():
     words = "--lr 1e-3 --save here --sft"
     assert cluster.flags_of_runs(words.split()) == {
         "stock": ["--lr", "1e-3", "--sft"],
@@ -29,7 +26,7 @@ def test_stock_runs_have_no_balance_flag_and_no_run_writes_a_checkpoint() -> Non
     assert of_both == {"stock": ["--lr", "1e-3"], "balanced": ["--lr", "1e-3", *BALANCE.split()]}
 
 
-def test_losses_are_drawn_as_a_picture_that_says_how_far_apart_they_are() -> None:
+def test_losses_are_drawn_as_a_picture_that_says_how_far_apart_they_are():
     picture = ElementTree.fromstring(overlay([4.0, 3.0, 2.0], [4.0, 3.003, 2.0]))  # noqa: S314 - made here
     assert picture[0].text == "Losses of 3 steps, stock and balanced; they differ by at most 1.0e-03"
     lines = [line.attrib["points"].split() for line in picture if line.tag.endswith("polyline")]
@@ -39,9 +36,7 @@ def test_losses_are_drawn_as_a_picture_that_says_how_far_apart_they_are() -> Non
 
 
 @pytest.mark.slow
-def test_a_command_runs_stock_and_balanced_and_both_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_runs_stock_and_balanced_and_both_are_compared(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     cluster.add_options(parser)
     script, out = training_run.KIT / "pretrain_sft.py", tmp_path / "out"

@@ -18,7 +18,8 @@ from forked import call, run_forked
 from training_run import RunFailed
 
 from megatron_balance import ModelShape
-from megatron_balance.mcore import install
+from megatron_balance.adapters.verl.plugin import read_options
+from megatron_balance.mcore import add_balance_args, install
 
 SCRIPTS = training_run.ROOT / "scripts"
 MODELS = {"run_sft_megatron.sh": "Qwen3-4B", "run_pretrain_megatron.sh": "Qwen3-30B-A3B"}
@@ -108,16 +109,55 @@ def parser():
     installed.undo()
 
 
+SLIME_MODEL = "MODEL_ARGS=(--swiglu --num-layers 36)\n"
+COMMANDS = {
+    "run_sft_megatron.sh": ["megatron", "data of mine", "tokenizer", "--save", "here", "--vocab-size", "151936"],
+    "run_pretrain_megatron.sh": ["megatron", "data of mine", "tokenizer", "--save", "here", "--vocab-size", "151936"],
+    "run_own_loop.sh": ["{folder}/record"],
+    "run_rl_slime.sh": ["{folder}", "{folder}", "model", "checkpoint", "distributed", "prompts of mine"],
+    "run_rl_verl.sh": ["model", "train files", "val files"],
+    "run_rl_areal.sh": ["gsm8k_rl.py", "config of mine.yaml", "Qwen3-8B"],
+    "run_sft_trl.sh": ["model", "data of mine"],
+    "bench": ["cluster", "--", "pretrain_gpt.py", "--data-path", "data of mine"],
+}
+"""Of each launch script its arguments."""
+
+
+@pytest.fixture
+def dry_run(tmp_path):
+    (tmp_path / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "scripts" / "models" / "model.sh").write_text(SLIME_MODEL)
+
+    def printed(script):
+        command = [SCRIPTS / script, *(word.replace("{folder}", str(tmp_path)) for word in COMMANDS[script])]
+        environment = os.environ | {"DRY_RUN": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.replace(" \\\n", "\n")
+
+    return printed
+
+
+def test_every_launch_script_is_in_the_table():
+    assert {*COMMANDS} - {"bench"} == {path.name for path in SCRIPTS.glob("run_*.sh")}
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_a_dry_run_prints_a_flag_a_line_and_flags_that_are_known(dry_run, script):
+    printed = dry_run(script)
+    flags_of_lines = [[word for word in shlex.split(line) if word[:2] == "--"] for line in printed.splitlines()]
+    assert max(map(len, flags_of_lines)) <= 1
+    words = shlex.split(printed)
+    assert not any("of mine" in argument for argument in COMMANDS[script]) or any("of mine" in word for word in words)
+    known = add_balance_args(argparse.ArgumentParser())._option_string_actions
+    ours = {word for word in words if word.startswith(("--balance", "--use-dynamic", "--max-tokens"))}
+    assert ours <= {*known}
+    options = [word.partition("=")[2] for word in words if word.startswith("MEGATRON_BALANCE_VERL=")]
+    assert all(read_options(text) == {"model": "model"} for text in options)
+
+
 @pytest.mark.parametrize("script", MODELS)
-def test_its_flags_are_known_and_describe_the_model(parser, script):
-    done = subprocess.run(
-        [SCRIPTS / script, "megatron", "data", "tokenizer", "--save", "here", "--vocab-size", "151936"],
-        env=os.environ | {"DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    command = shlex.split(done.stdout)
+def test_its_flags_describe_the_model(dry_run, parser, script):
+    command = shlex.split(dry_run(script))
     assert command[0] == "torchrun"
     args = parser.parse_args(command[command.index("megatron/pretrain_gpt.py") + 1 :])  # an unknown flag ends here
     assert args.balance_data
