@@ -23,7 +23,6 @@ from benchmarks.scale.alone import measure_alone
 from benchmarks.scale.plans import SAMPLES_PER_RANK as PLANNED_PER_RANK
 from benchmarks.scale.plans import SIZES, measure_plans
 from benchmarks.scale.samples import CAP, LENGTH_SET, SAMPLES_PER_RANK, Samples
-from benchmarks.scale.sequences import LIMIT_MS, SequenceTime, measure_sequences
 from benchmarks.scale.worlds import WORLDS, run_world
 
 TITLE = "Scale"
@@ -32,7 +31,7 @@ EXPOSED_LIMIT = 0.005
 
 ALONE = (8, 64, 128, 1024, 10_000)
 ALONE_STEPS = 6
-PARTS = ("plans", "alone", "sequences", "worlds")
+PARTS = ("plans", "alone", "worlds")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +55,6 @@ def measure(args: argparse.Namespace) -> Measured:
         torch.set_num_threads(1)
         sizes = ALONE[1:2] if args.quick else ALONE
         figures["alone"] = [measure_alone(Samples(size, ALONE_STEPS, folder).lengths()) for size in sizes]
-    if "sequences" in args.parts:
-        torch.set_num_threads(1)
-        figures["sequences"] = measure_sequences()
     if "plans" in args.parts:
         figures["plans_made"] = made_by("python -m benchmarks scale --parts plans")
         figures["plans"] = [asdict(each) for each in measure_plans(SIZES[:1] if args.quick else SIZES, folder=folder)]
@@ -87,14 +83,11 @@ def _problems(figures: Mapping[str, Any]) -> Iterator[str]:
         share = world["exposed_seconds"]["p50"] / figures["step_seconds"]
         if world["num_ranks"] <= 16 and share > EXPOSED_LIMIT:
             yield f"{world['num_ranks']} ranks: {share:.2%} of a step is exposed, more than {EXPOSED_LIMIT:.1%}"
-    for largest in [SequenceTime(**figures) for figures in figures.get("sequences", ())][-1:]:
-        if largest.of_each > LIMIT_MS:
-            yield f"{largest.num_sequences} sequences: {largest.of_each:.3f} CPU ms each, more than {LIMIT_MS}"
 
 
 def section(figures: Mapping[str, Any]) -> str:
     """Markdown of the figures."""
-    parts = {"worlds": _worlds_text, "alone": _alone_text, "sequences": _sequences_text, "plans": _plans_text}
+    parts = {"worlds": _worlds_text, "alone": _alone_text, "plans": _plans_text}
     return "\n\n".join(write(figures) for part, write in parts.items() if part in figures)
 
 
@@ -153,20 +146,6 @@ The work of one rank for a step at the true size, the answers of the others put 
 clock, the least of {ALONE_STEPS - 1} steps.
 
 {table(columns, rows, align="r" * 11)}"""
-
-
-def _sequences_text(figures: Mapping[str, Any]) -> str:
-    times = [SequenceTime(**figures) for figures in figures["sequences"]]
-    rows = [
-        (f"{t.num_sequences:,}", f"{t.num_tokens:,}", f"{t.cpu_ms:.1f}", f"{t.exchange_cpu_ms:.1f}", f"{t.of_each:.4f}")
-        for t in times
-    ]
-    return f"""### Sequences of a rank
-
-CPU milliseconds of the thread that prepares a step, messages left out, where a rank loads so many sequences in packed
-rows; one of 8 data-parallel ranks, which sends some to the others: cutting their bytes and views is the exchange.
-
-{table("sequences | tokens | CPU ms | of these the exchange | of each, without it", rows, align="r" * 5)}"""
 
 
 def _milliseconds(seconds: float) -> str:

@@ -23,8 +23,8 @@ STAGES = {
 }
 """Stage → where its function is looked up."""
 
-_WHOLES = {"all": (StepBuilder, "build"), "reroute": (prepare, "reroute_samples")}
-"""Stages that hold others."""
+_WHOLE = {"all": (StepBuilder, "build")}
+"""The stage that holds the others."""
 
 
 class StageTimes:
@@ -38,7 +38,7 @@ class StageTimes:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Time all steps that are prepared meanwhile."""
-        places = [*STAGES.items(), *_WHOLES.items()]
+        places = [*STAGES.items(), *_WHOLE.items()]
         stock = [(owner, name, getattr(owner, name)) for _, (owner, name) in places]
         for (stage, _), (owner, name, function) in zip(places, stock, strict=True):
             setattr(owner, name, self._timed(stage, function))

@@ -26,9 +26,6 @@ from benchmarks.sft.data import PretrainData, write_data
 from benchmarks.sft.outcomes import Outcome, Verdict, judge, judge_refusal, last_error, logged_numbers
 
 TITLE = "Megatron's pretrain_gpt.py"
-PADDED_LENGTH = 8 * SEQ_LENGTH
-"""Tokens of the rows in which routers count padding."""
-
 TIMEOUT_SECONDS = 900
 """Of one run; a loaded machine is slow, a hang is for ever."""
 
@@ -45,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace) -> Measured:
     """Trains, and puts the figures of this checkout beside those of others."""
     known = published("sft")
-    figures: dict[str, Any] = {part: dict(known.get(part, {})) for part in ("speed", "stocks", "layouts", "routers")}
+    figures: dict[str, Any] = {part: dict(known.get(part, {})) for part in ("speed", "stocks", "layouts")}
     if args.stocks:
         measured = _stocks(args.tree)
         figures["stocks"][args.name] = {"made": made_by("scripts/check upstream CHECKOUT --stocks"), "kinds": measured}
@@ -62,8 +59,6 @@ def measure(args: argparse.Namespace) -> Measured:
         figures["layouts"][args.name] = {
             verdict.case.name: [verdict.loss, verdict.grad_norm, *_notes(verdict)] for verdict in verdicts
         }
-    if not args.only or "routers" in args.only:  # last: its data are others
-        figures["routers"][args.name] = runs.router_padding()
     bad = [f"{verdict.case.name}: {verdict.says}" for verdict in verdicts if not verdict.good]
     return Measured(figures, raw=[asdict(verdict) for verdict in verdicts], problems=bad)
 
@@ -143,15 +138,6 @@ class Runs:
         one_rank = None if stock.recorded else self._outcome(case.on_one_rank)
         return judge(case, ours=ours, stock=stock, one_rank=one_rank)
 
-    def router_padding(self) -> dict[str, list[float]]:
-        """Loss and gradient norm of the first step on rows of one short conversation, whose rest is padding."""
-        self.data = write_data(self.folder / "one-a-row", seq_length=SEQ_LENGTH, in_a_row=(1,))
-        case = Case("DP2 EP2 router losses", DOCUMENTS[0], balanced=True, model="router losses")
-        flags = f"--train-iters 1 --seq-length {PADDED_LENGTH} --max-position-embeddings {PADDED_LENGTH}".split()
-        outcomes = {"stock": self._run(case.stock, flags), "balanced": self._run(case, flags)}
-        steps = {name: outcome.recorded.steps[0] for name, outcome in outcomes.items() if outcome.recorded}
-        return {name: [step["lm_loss"], step["grad_norm"]] for name, step in steps.items()}
-
     def _outcome(self, case: Case) -> Outcome:
         if case not in self.outcomes:
             weights = ["--load", str(self._weights(case.model)), "--finetune", "--no-load-optim", "--no-load-rng"]
@@ -230,23 +216,7 @@ A cell is the largest relative difference of a step's loss and of its gradient n
 *Documents*: `--dataloader-inter-document-masking`; *padded rows*: `--balance-unpad`. *1*: against one rank, because
 stock fails in this layout.
 
-{_layouts(figures["layouts"])}
-
-### Padding and routers
-
-The first step of a model of 4 experts on rows of `--sft` (`--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3`): stock
-routers are trained on padding, those of a balanced run on tokens alone.
-
-{_routers(figures.get("routers", {}))}"""
-
-
-def _routers(checkouts: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    rows = [
-        (checkout, name, f"{loss:.6f}", f"{grad_norm:.3f}")
-        for checkout, runs in checkouts.items()
-        for name, (loss, grad_norm) in runs.items()
-    ]
-    return table("checkout | run | loss | gradient norm", rows)
+{_layouts(figures["layouts"])}"""
 
 
 def _stocks_table(checkouts: Mapping[str, Mapping[str, Any]]) -> str:
