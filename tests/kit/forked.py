@@ -8,8 +8,6 @@ Invariants: the process that forks starts no thread, so that a fork lacks nothin
 returns.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib
@@ -26,9 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from training_run import (
     CPU_FLAGS,
@@ -50,19 +46,19 @@ PORTS = range(12_000, 32_000)
 _port_numbers = itertools.count(97 * os.getpid())
 
 
-def train(record: Path, flags: Sequence[str], *, num_ranks: int, **keywords: Any) -> Recorded:
+def train(record, flags, *, num_ranks, **keywords):
     """`train_forked` by the server, with its keywords."""
     keywords = {"timeout_seconds": 300, **keywords}
     call("forked:train_here", str(record), list(flags), num_ranks=num_ranks, **keywords)
     return Recorded(read_records(record, num_ranks=num_ranks), _log(record, 0).read_text(errors="replace"))
 
 
-def train_here(record: str, flags: Sequence[str], **keywords: Any) -> None:
+def train_here(record, flags, **keywords):
     """`train_forked` with arguments in JSON's types."""
     train_forked(Path(record), flags, **keywords)
 
 
-def call(function: str, *positional: Any, imports: Sequence[str] = (), **keywords: Any) -> Any:
+def call(function, *positional, imports=(), **keywords):
     """Call `MODULE:NAME` in the server that has these imports; arguments and answer are in JSON's types.
 
     Without `imports` it has those of a training run. RunFailed is passed on.
@@ -84,7 +80,7 @@ def call(function: str, *positional: Any, imports: Sequence[str] = (), **keyword
 
 
 @functools.cache
-def _server(*imports: str) -> subprocess.Popen[str]:
+def _server(*imports):
     server = subprocess.Popen(
         [sys.executable, __file__, *imports],
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": search_path()},
@@ -96,7 +92,7 @@ def _server(*imports: str) -> subprocess.Popen[str]:
     return server
 
 
-def _end(server: subprocess.Popen[str]) -> None:
+def _end(server):
     server.kill()
     server.wait()
     for pipe in filter(None, (server.stdin, server.stdout)):
@@ -104,7 +100,7 @@ def _end(server: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def serve(imports: Sequence[str]) -> None:
+def serve(imports):
     """Answer calls, one a line, until there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some modules print lines when they are imported
@@ -126,7 +122,7 @@ def serve(imports: Sequence[str]) -> None:
         answers.flush()
 
 
-def import_once(also: Sequence[str] = ()) -> None:
+def import_once(also=()):
     """Import all that a rank would, and these modules. Set OMP_NUM_THREADS=1 before Python starts."""
     from cpu_shim import enable_cpu, patch_megatron
 
@@ -145,10 +141,10 @@ def import_once(also: Sequence[str] = ()) -> None:
     # Megatron parses the source of its dataclasses for the help of its flags: a quarter of a rank's CPU seconds.
     from megatron.training import argument_utils, arguments
 
-    factory: Any = argument_utils.ArgumentGroupFactory
+    factory = argument_utils.ArgumentGroupFactory
     stock, known = factory._get_field_docstrings, {}
 
-    def docstrings_of(self: Any, of_class: type) -> Any:
+    def docstrings_of(self, of_class):
         if of_class not in known:
             known[of_class] = stock(self, of_class)
         return known[of_class]
@@ -160,15 +156,7 @@ def import_once(also: Sequence[str] = ()) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread, which a fork would lack"
 
 
-def train_forked(
-    record: Path,
-    flags: Sequence[str],
-    *,
-    num_ranks: int,
-    module: str = "record_steps",
-    leave_out: Collection[str] = (),
-    **keywords: Any,
-) -> Recorded:
+def train_forked(record, flags, *, num_ranks, module="record_steps", leave_out=(), **keywords):
     """As `training_run.train`, in forks of this process; the output is that of rank 0.
 
     Each rank runs the `main` of `module`; `leave_out` names common flags to do without, and `keywords` are those of
@@ -188,17 +176,17 @@ def train_forked(
 
 
 def run_forked(
-    main: Callable[[], object],
+    main,
     *,
-    folder: Path,
-    num_ranks: int,
-    timeout_seconds: float,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    watch: Callable[[Mapping[int, int]], None] = lambda ranks: None,
-    grace_seconds: float = 0.0,
-    dead: Collection[int] = (),
-) -> float:
+    folder,
+    num_ranks,
+    timeout_seconds,
+    arguments=(),
+    environment=None,
+    watch=lambda ranks: None,
+    grace_seconds=0.0,
+    dead=(),
+):
     """Run `main` on ranks that write logs into `folder`; CPU seconds of all.
 
     `watch` is called again and again while ranks run, with process id → rank. Once a rank has failed the others, all
@@ -206,8 +194,8 @@ def run_forked(
     """
     folder.mkdir(parents=True, exist_ok=True)
     started, port = time.monotonic(), free_port()
-    running: dict[int, int] = {}
-    failed: str | None = None
+    running = {}
+    failed = None
     cpu_seconds = 0.0
     try:
         for rank in range(num_ranks):
@@ -240,11 +228,11 @@ def run_forked(
     return cpu_seconds
 
 
-def _log(record: Path, rank: int) -> Path:
+def _log(record, rank):
     return record / f"rank{rank}.log"
 
 
-def free_port() -> int:
+def free_port():
     """A port for the rendezvous of a run, which the kernel gives to no connection meanwhile."""
     for number in _port_numbers:
         port = PORTS[number % len(PORTS)]
@@ -254,25 +242,18 @@ def free_port() -> int:
     raise AssertionError("the numbers do not end")
 
 
-def rank_environment(rank: int, *, num_ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank, *, num_ranks, port):
     """The variables that torchrun gives a rank of one machine."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     return {name: str(value) for name, value in (values | {"MASTER_PORT": port}).items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def _leave_at_once(status: int) -> None:
+def _leave_at_once(status):
     atexit._run_exitfuncs()  # what Python does at its end, and os._exit does not
     os._exit(status)
 
 
-def fork_rank(
-    main: Callable[[], object],
-    *,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    log: Path,
-    leave: Callable[[int], object],
-) -> int:
+def fork_rank(main, *, arguments, environment, log, leave):
     """Start a rank as torchrun and the launcher would, with these arguments, its name first; `leave` ends it.
 
     Returns its process id. The rank is killed when this process ends.

@@ -7,8 +7,6 @@ passes too, loss and gradient norm in full precision, and the plan of a balanced
 environment names a script that trains in place of pretrain_sft.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -19,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from unittest import mock
 
 import pretrain_sft
@@ -35,12 +33,12 @@ SCHEDULE = "forward_backward_func"
 """The parameter of train_step that has Megatron's schedule, in a balanced run wrapped by the hook."""
 
 
-def main() -> None:
+def main():
     """Record while the script trains."""
     train_wrapped(recorded)
 
 
-def train_wrapped(wrap: Callable[..., Function]) -> None:
+def train_wrapped(wrap):
     """Train with `wrap(train_step, out=…)` for Megatron's; the first argument names the folder of the file."""
     directory = Path(sys.argv.pop(1))
     directory.mkdir(parents=True, exist_ok=True)
@@ -55,19 +53,19 @@ def train_wrapped(wrap: Callable[..., Function]) -> None:
             runpy.run_path(script, run_name="__main__")
 
 
-def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
+def recorded(train_step, *, out, **columns):
     """`train_step` that writes a line to `out` after each call, `columns` at its end."""
 
     signature = inspect.signature(train_step)
 
     @functools.wraps(train_step)
-    def wrapper(*positional: Any, **keywords: Any) -> Any:
+    def wrapper(*positional, **keywords):
         bound, passes = signature.bind(*positional, **keywords), list[float]()
-        each_pass: list[float] = []
-        schedule: Function = bound.arguments[SCHEDULE]
+        each_pass = []
+        schedule = bound.arguments[SCHEDULE]
 
         @functools.wraps(schedule)
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*given, **named):
             began = time.thread_time()
             with contextlib.ExitStack() as stack:
                 for name in ("forward_step", "backward_step"):
@@ -93,11 +91,11 @@ def recorded(train_step: Function, *, out: TextIO, **columns: Any) -> Function:
     return wrapper
 
 
-def _clocked(function: Function, *, seconds: list[float]) -> Function:
+def _clocked(function, *, seconds):
     """The function, which appends the training thread's seconds of each call."""
 
     @functools.wraps(function)
-    def wrapper(*positional: Any, **keywords: Any) -> Any:
+    def wrapper(*positional, **keywords):
         began = time.thread_time()
         result = function(*positional, **keywords)
         seconds.append(time.thread_time() - began)
@@ -106,14 +104,14 @@ def _clocked(function: Function, *, seconds: list[float]) -> Function:
     return wrapper
 
 
-def _plan() -> dict[str, Any]:
+def _plan():
     balanced = current()
     step = balanced.last_step if balanced is not None else None
     if step is None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         return {"num_microbatches": get_num_microbatches()}
-    plan: dict[str, Any] = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
+    plan = {"num_microbatches": step.num_microbatches, "exposed_seconds": step.exposed_seconds}
     plan |= {"microbatch_tokens": step.sizes.num_tokens, "cp_sizes": step.sizes.cp_sizes}
     if step.schedule is not None:
         plan["lengths"] = step.schedule.lengths.tolist()

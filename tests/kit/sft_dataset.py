@@ -15,9 +15,8 @@ import functools
 import json
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,17 +46,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     is counted into the sequence, as Megatron's SFTDataset does. The data loader picks its batch size by `split`.
     """
 
-    def __init__(
-        self,
-        samples: Iterable[SftSample],
-        *,
-        num_samples: int | None,
-        seq_length: int,
-        pad_to_seq_length: bool,
-        pad_token: int,
-        seed: int,
-        split: Any = None,
-    ) -> None:
+    def __init__(self, samples, *, num_samples, seq_length, pad_to_seq_length, pad_token, seed, split=None):
         self.samples = [sample for sample in samples if sample.learned[1 : seq_length + 1].any()]
         if not self.samples:
             raise BalanceError(
@@ -69,23 +58,23 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.pad_token = pad_token
         self.seed = seed
         self.split = split
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._orders = {}
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.num_samples
 
-    def sample(self, index: int) -> SftSample:
+    def sample(self, index):
         """The sample of row `index`."""
         epoch, position = divmod(index, len(self.samples))
         if epoch not in self._orders:
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(len(self.samples))
         return self.samples[self._orders[epoch][position]]
 
-    def length(self, index: int) -> int:
+    def length(self, index):
         """Tokens of row `index` before padding."""
         return min(self.sample(index).tokens.size - 1, self.seq_length)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         sample, length = self.sample(index), self.length(index)
         total = self.seq_length if self.pad_to_seq_length else length
         padding = (0, total - length)
@@ -99,7 +88,7 @@ class SftDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def jsonl_samples(path: Path) -> Iterator[SftSample]:
+def jsonl_samples(path):
     """The lines of a jsonl file: `tokens` and, where not all of them are learned, `loss_mask`."""
     with path.open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
@@ -108,7 +97,7 @@ def jsonl_samples(path: Path) -> Iterator[SftSample]:
 
 
 @functools.cache  # chunks of a virtual pipeline ask for it again, and it takes seconds
-def builtin_samples() -> tuple[SftSample, ...]:
+def builtin_samples():
     """The standard library's functions and classes, byte by byte."""
     samples = []
     for prompt, response in stdlib_samples():
@@ -124,14 +113,14 @@ class PromptResponse(NamedTuple):
     response: bytes
 
 
-def stdlib_samples() -> list[PromptResponse]:
+def stdlib_samples():
     """Every top-level function and class of the standard library, files in sorted order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     return [sample for path in files for sample in _samples_of(path)]
 
 
-def _samples_of(path: Path) -> Iterator[PromptResponse]:
+def _samples_of(path):
     source = path.read_bytes()
     try:
         with warnings.catch_warnings():
@@ -148,7 +137,7 @@ def _samples_of(path: Path) -> Iterator[PromptResponse]:
                 yield PromptResponse(b"".join(prompt), b"".join(response))
 
 
-def _end_of_head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+def _end_of_head(node):
     """The line after the signature and, where there is one, the docstring."""
     body = node.body[0]
     if ast.get_docstring(node, clean=False) is not None:
@@ -157,6 +146,6 @@ def _end_of_head(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) ->
     return max(_first_line(body) - 1, node.lineno)
 
 
-def _first_line(node: ast.stmt) -> int:
+def _first_line(node):
     """The first line of a statement, decorators included."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])

@@ -5,29 +5,21 @@ scaled_dot_product_attention of each sequence: `--transformer-impl local --spec 
 tokens of this context-parallel rank, n heads and g query groups of this tensor-parallel rank, d channels a head.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def thd_block_spec(config, vp_stage=None):
     """Megatron's local decoder layers with `ThdAttention` and norms that know sequence parallelism."""
     transformer = getattr(config, "transformer", config)
     block = get_gpt_decoder_block_spec(
@@ -38,10 +30,10 @@ def thd_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     return block
 
 
-def thd_layer_spec(layer: ModuleSpec) -> ModuleSpec:
+def thd_layer_spec(layer):
     """One of them, from Megatron's own."""
     layer = copy.deepcopy(layer)  # layers share their specs
-    submodules: Any = layer.submodules
+    submodules = layer.submodules
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         if getattr(submodules, name) is not IdentityOp:
             setattr(submodules, name, Norm)
@@ -56,11 +48,11 @@ class Norm:
     not carry the mark. The mark is all they lack (megatron.core.distributed.finalize_model_grads).
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    def __new__(cls, config, hidden_size, eps=1e-05, **_):
         norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         module = norm(hidden_size, eps=eps)
         for parameter in module.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return module
 
 
@@ -72,16 +64,16 @@ class ThdAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **_,
+    ):
         super().__init__(config=config)
         self.cp_comm_type = cp_comm_type or "p2p"  # as Transformer Engine's; layers name it in a static group alone
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "it has no dropout"
@@ -96,15 +88,8 @@ class ThdAttention(MegatronModule):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
         """`[t, n*d]` for queries `[t, n, d]` and keys `[t, g, d]` that are packed, and `[s, b, n*d]` for a batch."""
         if packed_seq_params is None:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
@@ -121,9 +106,7 @@ class ThdAttention(MegatronModule):
             return self._attend_context_parallel(query, key, value, cu_seqlens.tolist(), cp_group)
         return self._attend_each(query, key, value, cu_seqlens.tolist())
 
-    def _attend_each(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], *, sinks: slice = slice(None)
-    ) -> Tensor:
+    def _attend_each(self, query, key, value, bounds, *, sinks=slice(None)):
         # The last sequence may end before the micro-batch does: what follows is padding, cut off below.
         bounds = [*bounds, query.shape[0]]
         lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True) if end > start]
@@ -133,7 +116,7 @@ class ThdAttention(MegatronModule):
         ]
         return torch.cat(pieces).flatten(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: slice = slice(None)) -> Tensor:
+    def _attend(self, query, key, value, *, sinks=slice(None)):
         """The last s positions of `[b, g, k, d]` keys and values: `[b, n, s, d]` of queries and of the result."""
         num_queries, num_keys = query.shape[2], key.shape[2]
         if num_queries == 0:
@@ -142,7 +125,7 @@ class ThdAttention(MegatronModule):
         plain = not self.window and self.softmax_offset is None
         if plain and num_queries < num_keys and query.shape[3] == value.shape[3]:
             key, value = key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
-            return _AttendLast.apply(query, key, value, self.softmax_scale)  # type: ignore[no-any-return]
+            return _AttendLast.apply(query, key, value, self.softmax_scale)
         if not plain or num_queries < num_keys:
             positions = torch.arange(num_keys, device=query.device)
             distance = positions[num_keys - num_queries :, None] - positions
@@ -153,12 +136,10 @@ class ThdAttention(MegatronModule):
             sink = self.softmax_offset[sinks, None, None].expand(-1, num_queries, 1)
             mask = torch.cat([bias.expand(len(sink), -1, -1), sink], dim=-1)[None]
             key, value = (pad(x, (0, 0, 0, 1)) for x in (key, value))
-        options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": heads > 1}
+        options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": heads > 1}
         return scaled_dot_product_attention(query, key, value, scale=self.softmax_scale, **options)
 
-    def _attend_by_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def _attend_by_heads(self, query, key, value, bounds, group):
         """Every rank attends with all tokens and a part of the heads; in all-gathers what all-to-alls would send."""
         cp_size, cp_rank = group.size(), group.rank()
         parts = [partitioned_indices(bounds, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
@@ -172,9 +153,7 @@ class ThdAttention(MegatronModule):
         whole = torch.cat(_AllGather.apply(out, group).chunk(cp_size), dim=1)
         return whole.index_select(0, parts[cp_rank].to(query.device))
 
-    def _attend_context_parallel(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def _attend_context_parallel(self, query, key, value, bounds, group):
         """Every rank gathers all keys and values, and attends with the two chunks of each sequence it holds."""
         cp_size, cp_rank = group.size(), group.rank()
         order = torch.cat([partitioned_indices(bounds, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)])
@@ -185,7 +164,7 @@ class ThdAttention(MegatronModule):
         )
         # Split at once: the gradient of each slice by itself would be as long as the whole.
         chunks = iter(query.split([length // (2 * cp_size) for length in lengths for _ in range(2)]))
-        pieces: list[Tensor] = []
+        pieces = []
         for length, all_keys, all_values in zip(lengths, keys, values, strict=True):
             for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
                 end = (index + 1) * length // (2 * cp_size)
@@ -202,7 +181,7 @@ class _AttendLast(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def forward(ctx, query, key, value, scale):
         first = key.shape[2] - query.shape[2]
         blocks = ((key[:, :, :first], value[:, :, :first], False), (key[:, :, first:], value[:, :, first:], True))
         parts = [_flash(query, *block[:2], 0.0, block[2], scale=scale) for block in blocks]
@@ -213,7 +192,7 @@ class _AttendLast(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, *grads):
         query, key, value, out, log_sum = ctx.saved_tensors
         first = key.shape[2] - query.shape[2]
         (of_query, *before), (of_query_too, *square) = (
@@ -226,9 +205,9 @@ class _AttendLast(torch.autograd.Function):
         return of_query + of_query_too, of_key, of_value, None
 
 
-def partitioned_indices(bounds: Sequence[int], *, cp_size: int, cp_rank: int) -> Tensor:
+def partitioned_indices(bounds, *, cp_size, cp_rank):
     """Positions in the micro-batch that a rank holds, in its order: chunks r and 2*cp-1-r of each sequence."""
-    pieces: list[Tensor] = []
+    pieces = []
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         chunk, rest = divmod(end - start, 2 * cp_size)
         assert not rest, f"a sequence of {end - start} tokens does not split into 2*{cp_size} chunks"
@@ -237,7 +216,7 @@ def partitioned_indices(bounds: Sequence[int], *, cp_size: int, cp_rank: int) ->
     return torch.cat(pieces)
 
 
-def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+def thd_get_partitioned_indices(cu_seqlens, total_tokens, cp_size, cp_rank):
     """`partitioned_indices` under the name and signature of Transformer Engine's extension."""
     indices = partitioned_indices(cu_seqlens.tolist(), cp_size=cp_size, cp_rank=cp_rank)
     assert indices.numel() * cp_size == total_tokens, f"sequences end at {cu_seqlens[-1]}, not at {total_tokens}"
@@ -248,14 +227,14 @@ class _AllGather(torch.autograd.Function):
     """Concatenation over ranks; the gradient is summed over ranks, and each takes its own part."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, local, group):
         ctx.group = group
         parts = [torch.empty_like(local) for _ in range(group.size())]
         dist.all_gather(parts, local.contiguous(), group=group)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, *grads):
         # Not every supported torch has reduce_scatter for gloo; a sum and a slice are equivalent.
         total = grads[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)

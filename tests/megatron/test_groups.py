@@ -6,8 +6,6 @@ It reads below the public names: a wrong group of ranks hangs a run, and does no
 import contextlib
 import os
 from datetime import timedelta
-from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -20,7 +18,6 @@ from megatron_balance import BalanceError
 from megatron_balance.mcore.setup.layout import Layout, make_groups, refuse_bound_device
 
 TIMEOUT = timedelta(seconds=60)
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def groups_of_rank(*, tp=1, pp=1, cp=1, order="tp-cp-ep-dp-pp"):
@@ -38,17 +35,10 @@ def groups_of_rank(*, tp=1, pp=1, cp=1, order="tp-cp-ep-dp-pp"):
     replica = layout.replica_group(timeout=TIMEOUT)
     readers = layout.groups(lambda place: None if place.tp else 0)
     reader_ranks = make_groups(readers, timeout=TIMEOUT)
-    num_sockets = [_num_sockets()]
-    for _ in range(4):
-        make_groups([range(dist.get_world_size())], timeout=TIMEOUT)
-        num_sockets.append(_num_sockets())
-    # The least of four: a connection among earlier groups may be accepted late, and be counted here.
-    num_more_sockets = min(after - before for before, after in pairwise(num_sockets))
     os.environ = environment  # noqa: B003
     # As Megatron makes its own: a rank that had made fewer groups before would be waited for, or meet others.
     later = dist.new_group([0, dist.get_world_size() - 1], timeout=TIMEOUT)
-    groups = {"data": data_ranks, "replica": replica, "readers": reader_ranks}
-    groups["later"] = later
+    groups = {"data": data_ranks, "replica": replica, "readers": reader_ranks, "later": later}
     megatron_data = parallel_state.get_data_parallel_group()
     return {
         "data_rank": parallel_state.get_data_parallel_rank(),
@@ -56,16 +46,8 @@ def groups_of_rank(*, tp=1, pp=1, cp=1, order="tp-cp-ep-dp-pp"):
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "leads": layout.leads_replica(),
         "megatron_data": dist.get_process_group_ranks(megatron_data),
-        "more_sockets": num_more_sockets,
         **{name: _met(group) for name, group in groups.items()},
     }
-
-
-def _num_sockets():
-    files = Path("/proc/self/fd")
-    return sum(
-        os.readlink(files / name).startswith("socket:") for name in os.listdir(files) if (files / name).is_symlink()
-    )
 
 
 def _met(group):
@@ -104,8 +86,6 @@ def test_groups_are_those_of_megatron_and_later_ones_meet(layout):
         assert row["data"] == (row["megatron_data"] if rank in readers else None)
         assert row["replica"] == (replica if len(replica) > 1 else None)
         assert row["readers"] == (readers if rank in readers else None)
-        # One socket listens. Before 2.8 torch connects all ranks of a group when it is made.
-        assert row["more_sockets"] == (1 if TORCH >= (2, 8) else num_ranks)
         assert row["leads"] == (rank == replica[0])
         assert row["later"] == ([0, num_ranks - 1] if rank in (0, num_ranks - 1) else None)
 

@@ -104,20 +104,6 @@ def test_as_few_micro_batches_as_the_cap_allows(lengths, limits, multiple, fewes
     assert schedule.num_microbatches == fewest
 
 
-def test_nothing_beside_a_giant_makes_up_for_the_other_rank():
-    # Two ranks that meet: beside the dominant sample the other rank holds at most 60 tokens.
-    model, topology = CostModel(linear=1, quadratic=1), Topology(2, fully_sharded=True)
-    schedule = plan([60] + [1] * 300, cost_model=model, topology=topology, limits=Limits(60), objective="microbatch")
-    # The dominant sample costs 60 + 60**2; sixty ones cost 120. The slot loses the difference, whatever joins it.
-    assert schedule.lower_bound == -(-(3660 + 600 + 3660 - 120) // 2)
-
-
-def test_two_that_share_no_micro_batch_do_not_both_count_for_one():
-    # Samples of 51 of 100 tokens stand alone, so the highest slot of two ranks holds two of them, not four.
-    schedule = plan([51] * 6, topology=Topology(2, fully_sharded=True), limits=Limits(100), objective="microbatch")
-    assert schedule.lower_bound == 153
-
-
 def test_waiting_ranks_may_do_the_shared_work_of_another_expert_group():
     model = CostModel(linear=10, quadratic=1, expert_linear=7, per_microbatch=50)
     topology = Topology(4, ep_size=2, fully_sharded=True)

@@ -169,14 +169,6 @@ def check_plan(lengths, topology, cap, *, cost_model, objective):
     return schedule
 
 
-@pytest.mark.parametrize("objective", ["step", "microbatch"])
-def test_leaves_that_are_no_power_of_two_are_all_used(objective):
-    lengths = [3000, 3000, 1500, 1400] + [100 + 7 * sample for sample in range(60)]
-    schedule = plan(lengths, topology=Topology(3, cp_size=4, dynamic_cp=True), objective=objective).check()
-    assert all(any(slots) for slots in schedule.ranks)
-    assert schedule.predicted_cost <= 1.2 * schedule.lower_bound
-
-
 def test_nobody_runs_more_slots_than_it_must_unless_ranks_meet_in_all():
     lengths = [511] * 3 + [25] * 30
     ragged = plan(lengths, topology=Topology(2, cp_size=2, dynamic_cp=True), objective="step").check()

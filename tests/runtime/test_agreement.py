@@ -40,24 +40,11 @@ def test_ranks_wait_for_a_late_one_in_a_file_too(tmp_path, late):
     assert meet([{}, {}], store=store, late=(late,)) == ["", ""]
 
 
-def test_what_differs_is_named_with_its_ranks_on_every_rank():
-    here, there = {"cap": "4096", "seed": "1"}, {"cap": "8192", "seed": "1"}
-    heard = meet([here, there, here])
-    assert len(set(heard)) == 1
-    assert "cap is 4096 on ranks 0, 2 and 8192 on rank 1. Give every rank the same command" in heard[0]
-    assert "seed" not in heard[0]
-
-
 def test_a_verdict_is_not_taken_for_that_of_the_next_check():
     store = dist.HashStore()
     assert all(meet([{"cap": "1"}, {"cap": "2"}], store=store))
     for _ in range(3):
         assert meet([{"cap": "1"}, {"cap": "1"}], store=store) == ["", ""]
-
-
-def test_a_problem_on_one_rank_is_every_ranks():
-    heard = meet([{}, {}, {}], problems={2: "the file is not there"})
-    assert heard == ["rank 2 failed: the file is not there"] * 3
 
 
 @pytest.mark.parametrize(
