@@ -104,6 +104,39 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path):
         assert stock["tokens_per_second_per_gpu"] == pytest.approx(4096 / expected / num_gpus)
 
 
+@pytest.fixture
+def rollouts(tmp_path):
+    """Eight prompts of 320 tokens, each with four responses of 64."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for group, prompt in enumerate(rng.integers(0, 1000, (8, 320)).tolist()):
+        for response in rng.integers(0, 1000, (4, 64)).tolist():
+            lines.append({"input_ids": prompt + response, "prompt": 320, "num_tokens": 384, "group": group})
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.mark.parametrize("shuffle", [[], ["--shuffle", "3"]])
+@pytest.mark.parametrize("columns", ["tokens", "prompt,group"])
+def test_what_samples_share_is_found_or_given(columns, shuffle, rollouts, tmp_path, capsys):
+    """Four responses to a prompt are 576 tokens in place of 1,536; of lists of tokens the last block differs."""
+    flags = ["--share-prefixes", columns, "--key", "input_ids", *shuffle, "--policy", "share-prefixes"]
+    figures = figures_of(tmp_path, rollouts, *batch_of(32, 2, 4096), *flags)
+    least = 8 * (576 if columns != "tokens" else 576 + 3 * 16)
+    assert figures["policies"]["share-prefixes"]["computed_tokens"] == least
+    assert figures["policies"]["balance-data"]["computed_tokens"] == 32 * 384
+    assert figures["advice"]["policy"] != "share-prefixes", "what no GPU has run is not recommended"
+    (sentence,) = (text for text in figures["advice"]["sentences"] if text.startswith("--balance-share-prefixes"))
+    percent = f"{least / (32 * 384):.1%}"
+    assert f"{least:,} of 12,288 tokens are computed ({percent}; each once: {percent}); trees: 8," in sentence
+    speed = 32 * 384 / least
+    assert f"At most {speed:.2f}x the speed of stock, {speed:.2f}x where" in sentence
+    capsys.readouterr()
+    assert compare(tmp_path / "compare.jsonl") == 0
+    assert "trees: 8," in capsys.readouterr().out
+
+
 def test_the_scripts_split_of_layers_counts(tmp_path, capsys):
     arguments = [write_lengths(tmp_path, *[1024] * 4), *batch_of(4, 1, 1024), "--device", "500", "--model", "Qwen3-8B"]
     arguments += ["--pp-size", 4]
@@ -483,6 +516,25 @@ def test_a_record_keeps_who_loaded_what(tmp_path):
     of_ranks = [step.lengths.reshape(4, -1).sum(axis=1) for step in steps]
     kept = figures_of(tmp_path, folder)["policies"]["packed"]["step_imbalance"]
     assert kept == pytest.approx(np.mean([tokens.max() / tokens.mean() for tokens in of_ranks]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--share-prefixes", "prompt"], "give tokens, or the columns PROMPT_TOKENS,GROUP"),
+        (["--share-prefixes", "prompt,nothing"], "has no field 'nothing'"),
+        (["--share-prefixes", "tokens", "--key", "prompt"], "has no lists of tokens 'prompt'"),
+        (
+            ["--share-prefixes", "tokens", "--data", "padded", "--seq-length", "512"],
+            "needs --data samples; it is padded",
+        ),
+        (["--share-prefixes", "tokens", "--cp-size", "2"], "share-prefixes is not compared: context-parallel"),
+    ],
+)
+def test_what_cannot_be_shared_is_named(flags, message, rollouts, capsys):
+    compare(rollouts, *batch_of(32, 2, 4096), *flags)
+    output = capsys.readouterr()
+    assert message in output.out + output.err
 
 
 @pytest.mark.parametrize(

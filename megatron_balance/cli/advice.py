@@ -31,7 +31,7 @@ def recommend(
 ) -> tuple[PolicyResult, list[str]]:
     """Choose a policy, and say why. `results`: stock first, then by rising number of flags."""
     worth = DYNAMIC_WORTH if comparison.costs.assumes_bandwidth else WORTH
-    static = [result for result in results if not result.policy.dynamic_cp]
+    static = [result for result in results if not result.policy.dynamic_cp and not result.policy.shares]
     best = min(static, key=lambda result: result.time)
     chosen = next(result for result in static if result.time * (1 - WORTH) <= best.time)
     dynamic = next((result for result in results if result.policy.dynamic_cp), None)
@@ -76,6 +76,13 @@ def _reasons(
         )
     if chosen.policy.dynamic_cp:
         yield f"dynamic-cp is {chosen.speedup(best):.2f}x as fast as {best.policy.name}."
+    sharing = by_name.get("share-prefixes")
+    if sharing is not None:
+        gains = [best.time / float(times.sum()) for times in (sharing.times, sharing.times_if_dearer(2))]
+        yield (
+            f"--balance-share-prefixes: {sharing.sharing}. At most {gains[0]:.2f}x the speed of {best.policy.name}, "
+            f"{gains[1]:.2f}x where a pair of attention costs twice as much in such micro-batches; no GPU has run it."
+        )
     num_ranks = chosen.info.topology.dynamic_cp_sizes[-1]  # that may share a sequence
     at_most = chosen.info.topology.with_cp_size(num_ranks)
     lengths = np.concatenate([step.segments for step in packed.steps])

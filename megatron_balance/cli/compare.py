@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_balance.cli.advice import advise_settings, recommend
 from megatron_balance.cli.costs import CompareCosts
-from megatron_balance.cli.data import MAX_SAMPLES, ranks_and_cap, read_batches
+from megatron_balance.cli.data import BLOCK, MAX_SAMPLES, ranks_and_cap, read_batches
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult, parsed_flags
 from megatron_balance.cli.terminal import (
     STANDARD_OUTPUT,
@@ -51,6 +51,10 @@ lengths, in the order of training:
 stock Megatron, which all are compared with (--data; files of lengths with --seq-length are padded, of lists packed):
 {chr(10).join(f"  {name:<17} {words.format('N')}" for name, words in STOCKS.items())}
 
+what samples share (--share-prefixes), of .jsonl, .jsonl.gz and .parquet with --data samples:
+  tokens                                   their lists of tokens, of --key, are compared in blocks of {BLOCK}
+  PROMPT_TOKENS,GROUP                      columns: tokens of each sample's prompt, and a number of its group
+
 your training script's flags may follow --: what they refuse is not compared, the split of layers and FSDP count
 
 columns, means over the steps:
@@ -76,6 +80,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
         "--key": (str, "NAME", "array, column or field of the file that holds the lengths, or lists of tokens"),
         "--data": (str, "KIND", f"what stock trains on: {', '.join(STOCKS)}"),
         "--seq-length": (count, "N", "Megatron's: tokens of a row of stock"),
+        "--share-prefixes": (str, "COLUMNS", "compute once what samples of a step begin with alike; COLUMNS: below"),
     },
     "batch": {
         "--global-batch-size": (count, "N", "samples a step, or rows"),
@@ -147,7 +152,8 @@ def _compare(args: argparse.Namespace) -> bytes:
     inputs |= {"data": in_a_line(args.lengths)}
     if args.model is not None:
         inputs |= {"model": in_a_line(args.model), "attention_rate": costs.attention_rate}
-    comparison = Comparison(costs, topology, limits, args.script_flags, data_options, inputs)
+    shares = batches.steps[0].forest is not None
+    comparison = Comparison(costs, topology, limits, args.script_flags, data_options, inputs, shares=shares)
     policies, reasons = comparison.policies()
     if batches.kind == "documents":
         policies, reasons = policies[:1], ["all rows cost the same: balancing needs --data masked-documents"]
@@ -192,7 +198,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     rows = [[text.format(**line) for text in columns.values()] for line in lines]
     print_table(list(columns), rows, strong=advised.policy.name)
     if len(lines) > 1:
-        say("\n  ".join(["Flags:", *(f"{line['name']:<12}  {line['flags']}" for line in lines[1:])]))
+        say("\n  ".join(["Flags:", *(f"{line['name']:<14}  {line['flags']}" for line in lines[1:])]))
     say(f"Recommendation, predicted by {'seconds' if has_seconds else costs.name}: {advised.policy.name}", style="bold")
     for sentence in sentences:
         say(f"  {sentence}")

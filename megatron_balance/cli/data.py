@@ -11,18 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.cli.terminal import in_a_line, progress
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.lengths import MEGATRON_SEED, STOCKS, Rows, read_rows, stock_rows, synthetic_lengths
-from megatron_balance.planner import Problem
+from megatron_balance.lengths import MEGATRON_SEED, STOCKS, Rows, read_rows, read_tokens, stock_rows, synthetic_lengths
+from megatron_balance.planner import Forest, Problem
 from megatron_balance.record import MAX_GPUS, MAX_STAGES, RunRecord, StepRecord
 from megatron_balance.record.step import round_robin
+from megatron_balance.samples.shared_prefixes import chains_of_words, next_tokens
 from megatron_balance.topology import Limits, Topology
 
 MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
 SYNTHETIC_STEPS = 10  # global batches of `synthetic:NAME` without N and --steps
+BLOCK = 16  # tokens in which lists are compared
 FEW_TOKENS = 10  # on average, below which the lengths are doubted
 DOCUMENTS = ("documents", "masked-documents")
 _SIZES = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
@@ -45,7 +48,11 @@ class Batches:
 
 def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
     """Ranks of the flags or of the record, and the cap; a flag that is missing, or has no effect, is refused."""
-    names = ("dp_size",) if record is None else ("key", "shuffle", "data", "seq_length", "save_lengths", *_SIZES)
+    names = (
+        ("dp_size",)
+        if record is None
+        else ("key", "shuffle", "data", "seq_length", "save_lengths", "share_prefixes", *_SIZES)
+    )
     wrong = [name for name in ("global_batch_size", *names) if (getattr(args, name) is None) == (record is None)]
     if record is None and args.max_tokens_per_gpu is None and args.seq_length is None:
         wrong.append("max_tokens_per_gpu")
@@ -126,8 +133,9 @@ def _from_lengths(args: argparse.Namespace, *, topology: Topology, limits: Limit
             f"{rows.counts.size}: lower it, or --steps."
         )
     ends = np.concatenate([[0], np.cumsum(rows.counts)])
+    forests = _forests(args, kind=kind, num_rows=rows.counts.size, num_steps=num_steps)
     batches: list[StepRecord] = []
-    for first in range(0, num_steps * size, size):
+    for first, forest in zip(range(0, num_steps * size, size), forests, strict=True):
         row_of = np.repeat(np.arange(size), rows.counts[first : first + size])
         problem = Problem.of(
             rows.lengths[ends[first] : ends[first + size]],
@@ -135,6 +143,7 @@ def _from_lengths(args: argparse.Namespace, *, topology: Topology, limits: Limit
             cost_model=CostModel.tokens(),
             topology=topology,
             limits=limits,
+            forest=forest,
         )
         batches.append(
             StepRecord(
@@ -151,6 +160,35 @@ def _from_lengths(args: argparse.Namespace, *, topology: Topology, limits: Limit
         notes.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")
     is_all = rows.counts.size <= first_steps * size
     return Batches(batches, kind, STOCKS[kind].format(args.seq_length), notes, is_all=is_all)
+
+
+def _forests(args: argparse.Namespace, *, kind: str, num_rows: int, num_steps: int) -> Sequence[Forest | None]:
+    """What the samples of each step share, by `--share-prefixes`."""
+    columns, size = args.share_prefixes, args.global_batch_size
+    if columns is None:
+        return [None] * num_steps
+    if kind != "samples":
+        raise BalanceError(f"--share-prefixes needs --data samples; it is {kind}, whose rows are filled or cut.")
+    order = np.arange(num_steps * size)
+    if args.shuffle is not None:
+        order = np.random.default_rng(args.shuffle).permutation(num_rows)[: num_steps * size]
+    limit = int(order.max()) + 1
+    steps = np.split(order, num_steps)
+    if columns == "tokens":
+        texts = read_tokens(args.lengths, key=args.key, limit=limit)
+        return [_forest_of_texts([texts[row] for row in step]) for step in steps]
+    names = columns.split(",")
+    if len(names) != 2:
+        raise BalanceError(f"--share-prefixes is {columns!r}: give tokens, or the columns PROMPT_TOKENS,GROUP.")
+    lengths, prompts, groups = (read_rows(args.lengths, key=key, limit=limit).lengths for key in (args.key, *names))
+    return [Forest.from_prompts(lengths[step], prompt_tokens=prompts[step], groups=groups[step]) for step in steps]
+
+
+def _forest_of_texts(texts: Sequence[NDArray[np.int64]]) -> Forest:
+    """What lists of tokens share, labels being the next tokens."""
+    lengths, tokens = np.array([text.size for text in texts]), np.concatenate(texts)
+    words, trained = [tokens, next_tokens(tokens, lengths=lengths)], np.zeros(tokens.size, dtype=np.bool_)
+    return Forest.from_chains(lengths, chains_of_words(words, lengths=lengths, trained=trained, block=BLOCK))
 
 
 def rows_to_plan(args: argparse.Namespace) -> tuple[str, Rows]:

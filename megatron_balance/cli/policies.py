@@ -29,7 +29,7 @@ from megatron_balance.topology import Limits, Topology
 
 _MEANS = (
     *("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "unavoidable_waiting"),
-    *("num_microbatches", "mean_cp_size"),
+    *("num_microbatches", "mean_cp_size", "computed_tokens"),
 )
 
 
@@ -41,6 +41,7 @@ class Policy(NamedTuple):
     cost_model: CostModel
     move_samples: bool = True
     dynamic_cp: bool = False
+    shares: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,6 +94,7 @@ class Comparison:
     script_flags: Sequence[str]
     data_options: Mapping[str, Any]
     inputs: Mapping[str, Any]
+    shares: bool = False  # it is known what samples share
 
     def policies(self) -> tuple[list[Policy], list[str]]:
         """Stock, then policies by rising number of flags, dynamic CP last; and why others are not compared."""
@@ -110,6 +112,11 @@ class Comparison:
             flags = flags.partition(" --balance-by-flops")[0] + f" --balance-cost {costs.cost or 'seconds.json'}"
             policies.append(Policy("calibrated", flags, costs.planning("seconds", self.topology)))
         reasons = list[str]()
+        if self.shares and self.topology.cp_size > 1:
+            reasons.append("share-prefixes is not compared: context-parallel ranks cut samples; drop --cp-size")
+        elif self.shares:
+            sharing = f"{policies[-1].flags} --balance-share-prefixes"
+            policies.append(policies[-1]._replace(name="share-prefixes", flags=sharing, shares=True))
         if costs.name != "tokens":
             flags += " --balance-dynamic-cp"
             if not costs.knows_exchange(dynamic):
@@ -131,6 +138,7 @@ class Comparison:
             "expert_tensor_parallel_size": ranks.etp_size,
             "use_megatron_fsdp": ranks.fully_sharded,
             "calculate_per_token_loss": True,
+            "bf16": policy.shares,  # kernels that merge take no fp32
         }
         fields = {} if shape is None else vars(shape)  # they have the names of Megatron's options
         return {**fields, **sizes, **self.data_options, **parsed_flags(self.script_flags, balance=policy.flags)}
@@ -162,6 +170,7 @@ class Comparison:
                 topology=topology,
                 limits=self.limits,
                 home_ranks=batch.home_ranks,
+                forest=batch.forest if policy.shares else None,
                 move_samples=policy.move_samples,
             )
             seconds = time.perf_counter() - started

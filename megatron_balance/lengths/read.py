@@ -16,7 +16,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -89,6 +89,30 @@ def read_rows(
         raise BalanceError(
             f"{file} cannot be read as {suffix}: {reason}; give a file of lengths, or synthetic:NAME."
         ) from error
+
+
+def read_tokens(path: str | Path, *, key: str | None = None, limit: int | None = None) -> list[NDArray[np.int64]]:
+    """Read lists of tokens, of `input_ids` or another `key`, from `.jsonl`, `.jsonl.gz` or `.parquet`."""
+    file, name = Path(path), key or "input_ids"
+    try:
+        rows = islice(_token_lists(file, name), limit)
+        return [np.array(row, dtype=np.int64).reshape(len(row)) for row in rows]
+    except (*_UNREADABLE, TypeError) as error:
+        raise BalanceError(f"{file} has no lists of tokens {name!r}: {error}; name them with --key.") from error
+
+
+def _token_lists(file: Path, name: str) -> Iterator[Any]:
+    if file.suffix == ".parquet":
+        with _open_parquet(file) as table:
+            _choose(list(table.schema_arrow.names), source=str(file), key=name, kind="column")
+            for batch in table.iter_batches(batch_size=_BLOCK, columns=[name]):
+                yield from batch.column(0).to_numpy(zero_copy_only=False)
+        return
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as stream:
+        for texts in _lines(cast("BinaryIO", stream)):
+            for text in texts:
+                row: Any = json.loads(text)
+                yield row.get(name) if isinstance(row, dict) else None
 
 
 def dataset_lengths(
@@ -258,12 +282,16 @@ def _json_of(text: str, source: str) -> object:
         raise BalanceError(f"{source} is not JSON: {error}. Write one value a line.") from error
 
 
-def _read_parquet(file: Path, key: str | None) -> Iterator[_Block]:
+def _open_parquet(file: Path) -> Any:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise BalanceError(f"{file}: reading parquet needs pyarrow; pip install '.[report]' in a clone.") from error
-    with parquet.ParquetFile(file) as table:
+    return parquet.ParquetFile(file)
+
+
+def _read_parquet(file: Path, key: str | None) -> Iterator[_Block]:
+    with _open_parquet(file) as table:
         name = _choose(list(table.schema_arrow.names), source=str(file), key=key, kind="column")
         for batch in table.iter_batches(batch_size=_BLOCK, columns=[name]):
             column = batch.column(0)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
-from megatron_balance.planner import Images, Problem, as_integers, resolve_objective
+from megatron_balance.planner import Forest, Images, Problem, as_integers, resolve_objective
 from megatron_balance.record.step import StepRecord, rows_of
 from megatron_balance.topology import Limits, Topology
 
@@ -43,6 +43,7 @@ _RENAMED = {"origin": "environment", "slot_of": "microbatch_of"}
 PLAN = "plan.jsonl"
 """The file of a record's folder that one rank writes."""
 
+_FOREST = ("node_tokens", "parent", "node_of")
 _TIMES = ("plan_seconds", "exchange_seconds", "exposed_seconds")
 
 _MAX_TIME = 2.0**50
@@ -112,6 +113,8 @@ def line_of(step: StepRecord) -> dict[str, Any]:
     arrays = {"segment_lengths": step.segments, "num_segments": step.num_segments, "home_ranks": step.home_ranks}
     arrays |= {"microbatch_of": step.microbatch_of, "cp_sizes": step.cp_size_grid.ravel(), "rows": step.rows}
     arrays["image_sums"] = None if step.images is None else step.images.sums.ravel()
+    if step.forest is not None:
+        arrays |= {name: getattr(step.forest, name) for name in _FOREST}
     line = {name: array for name, array in arrays.items() if array is not None}
     return {"kind": "step", "iteration": step.iteration} | line | {name: getattr(step, name) for name in _TIMES}
 
@@ -125,6 +128,7 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
         num_segments=line.get("num_segments"),
         image_patches=Images(arrays["image_sums"].reshape(-1, 2)) if "image_sums" in arrays else None,
         home_ranks=line.get("home_ranks"),
+        forest=Forest.from_nodes(*(line[name] for name in _FOREST)) if "node_of" in line else None,
         cost_model=info.cost_model,
         topology=topology,
         limits=info.limits,

@@ -87,6 +87,8 @@ class StepRecord(Assignment):
         `cp_size` DP×CP ranks together.
         """
         topology, dp_size, per_slot = self.topology, self.topology.dp_size, self.limits.micro_batch_size or 1
+        if self.forest is not None:
+            return replace(self, forest=None).stock()
         if self.rows is not None:
             return self._in_rows(self.rows).stock()
         homes = round_robin(self.lengths.size, dp_size=dp_size) if self.home_ranks is None else self.home_ranks

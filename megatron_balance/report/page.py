@@ -131,6 +131,8 @@ def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
     add("above the lower bound, mean", lambda policy: f"{policy.mean('over_bound') - 1:+.2%}")
     add("micro-batches of a rank, mean", lambda policy: f"{policy.mean('num_microbatches'):.1f}")
     add("padding, mean", lambda policy: f"{policy.mean('padding_fraction'):.2%}")
+    if figures.planned.sharing is not None:
+        add("tokens computed, mean", lambda policy: f"{policy.mean('computed_tokens'):,.0f}")
     if figures.record.info.limits.max_tokens_per_gpu is not None:
         add("room under the token cap, least", lambda policy: f"{policy.least_headroom:.1%}")
     add("moved tokens, of all, mean", _moved_part)

@@ -78,7 +78,7 @@ def next_tokens(tokens: NDArray[np.integer], *, lengths: NDArray[np.int64]) -> N
 
 
 def chains_of_words(
-    words: list[NDArray[np.integer]], *, lengths: NDArray[np.int64], trained: NDArray[np.bool_], block: int
+    words: Sequence[NDArray[np.integer]], *, lengths: NDArray[np.int64], trained: NDArray[np.bool_], block: int
 ) -> HashChains:
     """The chains of samples, by arrays `[num_tokens]` of what must be equal, and whether each token is trained."""
     starts, stops = np.cumsum(lengths) - lengths, np.cumsum(lengths)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from recorded_runs import planned_step, record_writers, run_info, step_of, write_record
 
-from megatron_balance import BalanceError, CostModel, Topology
+from megatron_balance import BalanceError, CostModel, Forest, Topology
 from megatron_balance.record import RecordThread, RecordWriter, StepRecord, read_record
 from megatron_balance.record.writing import MAX_WAITING
 from megatron_balance.report import run_figures
@@ -85,6 +85,19 @@ def test_images_count_when_a_record_is_read(tmp_path):
     (step,) = read_record(tmp_path).steps
     np.testing.assert_array_equal(step.costs, written.costs)
     assert step.costs.sum() == 1000 + 5 * 85 + 16**2 + 4**2 + 64**2 + 1
+
+
+def test_what_samples_share_counts_when_a_record_is_read(tmp_path):
+    """Stock shares nothing."""
+    info, lengths = run_info(cost_model=CostModel(linear=1)), [70, 50, 40, 30]
+    forest = Forest.from_prompts(lengths, prompt_tokens=[30, 30, 0, 30], groups=[0, 0, 1, 0])
+    written = step_of(info, lengths, forest=forest)
+    with record_writers(tmp_path, info, num_ranks=1) as (writer,):
+        writer.add_step(written)
+    (step,) = read_record(tmp_path).steps
+    np.testing.assert_array_equal(step.costs, written.costs)
+    assert step.metrics().computed_tokens == written.metrics().computed_tokens
+    assert step.stock().costs.sum() == 190
 
 
 def test_a_killed_run_loses_at_most_its_last_line(tmp_path):

@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from datetime import date
 
 import numpy as np
 import pytest
 from recorded_runs import COST_MODEL, record_writers, run_info, step_of, write_record
 
-from megatron_balance import CostModel, Limits, Topology
+from megatron_balance import CostModel, Forest, Limits, Topology
 from megatron_balance.cli import main
 from megatron_balance.record import RunRecord
 from megatron_balance.report import run_figures
@@ -81,6 +82,24 @@ def test_waiting_that_no_plan_removes_is_shown(tmp_path):
     assert "In the worst step GPUs wait 67% of the time in any plan" in page
     assert row_of(page, "above the lower bound, mean")[1] == "+0.00%"
     assert "Under stock" not in page
+
+
+def test_what_is_shared_is_told_with_what_dearer_attention_would_cost(tmp_path):
+    """One tree is whole, one cut over both ranks, one not shared; attention costs twice as much on one of them."""
+    info = run_info(Topology(2), cost_model=CostModel(linear=10, quadratic=1), limits=Limits(100))
+    lengths = [20, 20, 20, 20, 20, 30, 30]
+    forest = Forest.from_prompts(lengths, prompt_tokens=[10] * 7, groups=[0, 0, 1, 1, 1, 2, 2])
+    step = replace(step_of(info, lengths, forest=forest), microbatch_of=np.array([0, 0, 0, 0, 1, 0, 1]))
+    with record_writers(tmp_path / "record", info, num_ranks=1) as (writer,):
+        writer.add_step(step)
+    page = report(tmp_path, tmp_path / "record")
+    assert "140 of 160 tokens are computed (87.5%; each once: 75.0%); trees: 3, of which 1 are cut" in page
+    assert "and 1 not shared" in page
+    assert row_of(page, "tokens computed, mean")[1] == "140"
+    figures = run_figures(RunRecord(info, (step,))).planned
+    # Of rank 0: 90 tokens, and two trees of 100 + 2 * 300 pairs each, beside 900.
+    assert figures.times.tolist() == [900 + 2 * 700 + 900]
+    assert figures.times_if_dearer(2).tolist() == [900 + 2 * (2 * 700 + 900)]
 
 
 def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path):

@@ -11,6 +11,8 @@ from table import BY_FLOPS, FAMILIES, RECOMPUTED, ROUTER_LOSSES, SHARDED, WEIGHT
 from test_matrix import assert_reads, case, microbatches
 from training_run import ALLOWANCES, RunFailed, assert_equal
 
+from megatron_balance.record import read_record
+
 ROLLOUTS = "--train-data-path {data}/rollouts.jsonl --valid-data-path {data}/rollouts-valid.jsonl"
 SHARED = f"{BY_FLOPS} --balance-share-prefixes"
 SMALL_BLOCKS = ("stand_ins:small_blocks", {})
@@ -25,7 +27,7 @@ def row(name, layout, flags="", *, model="dense", balance=SHARED, **others):
 
 
 ROWS = [
-    row("verified", "DP2", balance=f"{SHARED} --balance-verify"),
+    row("verified", "DP2", balance=f"{SHARED} --balance-verify --balance-record {{run}}/record"),
     row("recomputed", "TP2-PP2", RECOMPUTED),
     row("router-losses", "EP2", BY_TOKEN, model="moe"),
     row("latent", "DP2", f"{LATENT} {UP_PROJECTION}", balance=f"{SHARED} {WEIGHTED}"),
@@ -67,6 +69,15 @@ def assert_shared(ours):
     for of_step, total, fraction, filler in zip(computed, given, logged, padding, strict=True):
         assert of_step < 0.8 * total
         assert of_step * (1 - filler) == pytest.approx(fraction * total, rel=2e-3)
+
+
+def test_a_record_holds_what_is_shared(train):
+    verified = ROWS[0]
+    ours = train(f"{verified.stock} {verified.balance}", num_ranks=2, stand_ins=verified.ours)
+    steps = read_record(ours.folder / "record").steps
+    given = [row["tokens"] for row in ours.of_kind("counted")[0]]
+    assert [int(step.lengths.sum()) for step in steps] == given
+    assert all(step.metrics().computed_tokens < 0.8 * step.lengths.sum() for step in steps)
 
 
 def test_router_losses_count_a_token_as_often_as_samples_hold_it(train):
