@@ -49,7 +49,6 @@ td, th {{ padding: .3em 1em .3em 0; text-align: left }} pre {{ white-space: pre-
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the ranks (default: cuda)")
     parser.add_argument("--ranks", type=int, help="of this node (default: its GPUs)")
     parser.add_argument("--torchrun", default="--standalone", metavar="FLAGS", help="of the rendezvous, in one word")
@@ -66,7 +65,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Train by turns, and compare."""
     if args.steps <= WARM_UP_STEPS:
         raise SystemExit(f"--steps is {args.steps}: the first {WARM_UP_STEPS} do not count, give more.")
     folder: Path = args.out
@@ -181,7 +179,6 @@ def rows(figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def line(figures: Mapping[str, Any]) -> str:
-    """All in one."""
     return f"{figures['ratio']:.3f}×: " + "; ".join(
         f"{name} {before} → {after}{f' ({change})' if change else ''}" for name, before, after, change in rows(figures)
     )
@@ -213,7 +210,6 @@ def _write_pages(figures: Mapping[str, Any], *, losses: str, device: str, folder
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     return f"""{_says(figures)}
 
 {table("figure | stock | balanced | balanced over stock", rows(figures))}"""

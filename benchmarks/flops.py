@@ -37,7 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Counts both."""
     families: dict[str, Any] = {}
     for family, (name, depths, does) in _MODELS.items():
         shape = replace(ModelShape.preset(name), mtp_num_layers=depths)
@@ -49,7 +48,6 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     rows = [
         (family, row["model"], *(f"{ratio:.4f}" for ratio in row["over_megatron"]), row["megatron"])
         for family, row in figures["families"].items()

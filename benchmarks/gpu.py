@@ -47,7 +47,6 @@ EQUALITY_ON_CPU = "DP2 / fp32 / plain / by FLOPs in place"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the ranks (default: cuda)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="of the run (default: bf16, on a CPU fp32)")
     parser.add_argument("--steps", type=int, default=12, help="of each run (default: 12)")
@@ -123,7 +122,6 @@ def _write_data(path: Path, *, num_samples: int, longest: int) -> None:
 
 
 def _step_seconds(run: Recorded) -> float:
-    """Of the slowest rank, median of steps."""
     steps = list(zip(*run.ranks, strict=True))[WARM_UP_STEPS:]
     return statistics.median(max(rank["seconds"] for rank in step) for step in steps)
 
@@ -143,7 +141,6 @@ def _profile(costs: Calibration, *, precision: str, device: str) -> dict[str, di
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     rates = figures["rates"]
     rows: list[tuple[str, str]] = [
         (name, "not told apart" if rate is None else f"{rate:.4g}") for name, rate in rates.items()

@@ -67,7 +67,6 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def draw(name: str, *, folder: Path | None, size: int) -> NDArray[np.int64]:
-    """Lengths of a set, cut to the cap."""
     known = synthetic_lengths(name, num_samples=size) if folder is None else read_lengths(folder / f"{name}.npz")
     return np.minimum(np.random.default_rng(1).choice(known, size), CAP)
 
@@ -126,7 +125,6 @@ def tokens_of(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def model_of() -> Any:
-    """The model that is trained."""
     transformers.AttentionInterface.register("by_sample", by_sample)
     transformers.AttentionMaskInterface.register("by_sample", lambda *_, **__: None)
     torch.manual_seed(0)
@@ -204,7 +202,6 @@ def figures_of_ranks(ranks: Sequence[Mapping[str, Any]], *, lengths: Sequence[in
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     names = list(SETS)
     plans = [
         [order, *(f"{cells[name][0]:.4f}, {cells[name][1]:.2f}, {cells[name][2]:.0f}" for name in names)]

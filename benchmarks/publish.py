@@ -25,24 +25,18 @@ FIGURES = ROOT / "benchmarks" / "results.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """Outcome of a benchmark."""
-
     figures: Mapping[str, Any]
     raw: Any = None
     problems: Sequence[str] = ()
 
 
 class Benchmark(Protocol):
-    """The module of a benchmark."""
-
     TITLE: str
 
     def add_options(self, parser: Any) -> None:
         """Adds the benchmark's own options."""
 
-    def measure(self, args: Any) -> Measured:
-        """Measures."""
-        ...
+    def measure(self, args: Any) -> Measured: ...
 
     def section(self, figures: Mapping[str, Any]) -> str:
         """Markdown of the figures, without a heading."""
@@ -119,7 +113,6 @@ def filled(text: str) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """The same with five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):

@@ -23,12 +23,10 @@ FLAGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what else there is to say."""
     parser.add_argument("--note", default="", help="a sentence: what else the machine ran")
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Reads what was measured."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     kept = {
         name: {key: value for key, value in figures.items() if key not in ("cpu_seconds", "num_microbatches")}
@@ -38,7 +36,6 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     policies = figures["policies"]
     before, packed, last = policies["stock"], policies["packed"], policies["dynamic-cp"]
     rows: list[list[str]] = []

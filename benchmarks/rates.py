@@ -72,13 +72,11 @@ RATE_SETUPS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--write", action="store_true", help="write profiles.json")
     add_length_options(parser)
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Fits and judges every table, then plans."""
     fitted = fit(json.loads(PUBLISHED.read_text()))
     if args.write:
         rows = [f' "{name}": {json.dumps(row)}' for name, row in fitted.items()]
@@ -107,7 +105,6 @@ def profiles() -> dict[str, dict[str, Any]]:
 
 
 def fit(published: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of profiles.json, by name."""
     rows: dict[str, dict[str, Any]] = {}
     for name, sequence_table in published["sequences"].items():
         rates, held_out = fit_sequences(sequence_table)
@@ -251,7 +248,6 @@ def _seconds(plan: Any, cost: CostModel) -> float:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     judged = "; ".join(
         "{} {:.1f} / {:.1f} %".format(name, *(100 * error for error in row["held_out"]))
         for name, row in figures["profiles"].items()

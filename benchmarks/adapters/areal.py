@@ -42,7 +42,6 @@ def draw_batches(seed: int, *, dp_size: int) -> list[dict[str, torch.Tensor]]:
 
 
 def lengths_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
-    """Tokens of every row of each batch."""
     return [batch["attention_mask"].sum(1).tolist() for batch in batches]
 
 

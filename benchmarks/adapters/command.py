@@ -19,7 +19,6 @@ SYSTEMS = ("ablation", "slime", "torchspec", "verl", "areal", "recsys")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--seeds", type=int, default=50, help="of verl and areal: batches to average over")
     parser.add_argument(
@@ -28,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Measures one system."""
     module = importlib.import_module(f"benchmarks.adapters.{args.system}")
     rows = module.measure(args)
     sections = {name: section for name, section in published("adapters").items() if name in SYSTEMS}
@@ -36,7 +34,6 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     return "\n\n".join(_system(name, figures[name]) for name in SYSTEMS if name in figures)
 
 

@@ -33,7 +33,6 @@ BuildSchedule = Callable[..., Any]
 
 
 def arguments() -> SimpleNamespace:
-    """slime's arguments for the setup."""
     return SimpleNamespace(
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=CAP,

@@ -39,8 +39,6 @@ FAILED_SHARE = 0.001
 
 
 class Way(NamedTuple):
-    """One way to dispatch."""
-
     approach: str
     window: int = 1
     cost: str = "padded"
@@ -83,7 +81,6 @@ def simulate_inferred(lengths: Lengths, *, way: Way, micro_batch_size: int) -> l
 
 
 def _order(lengths: Lengths, *, way: Way, batch_size: int, epoch: int = 0) -> Lengths:
-    """The order of an epoch's prompts."""
     if way.approach == "C":
         return bucketed_order(lengths, batch_size=batch_size, bucket_batches=1, epoch=epoch)
     return np.random.default_rng([epoch, 2]).permutation(lengths.size) if epoch else np.arange(lengths.size)

@@ -29,7 +29,6 @@ Ranks = Sequence[Sequence[Sequence[int]]]
 
 
 def small_shape(*, is_moe: bool) -> ModelShape:
-    """The model that trains."""
     return ModelShape(
         hidden_size=WIDTH,
         num_layers=LAYERS,

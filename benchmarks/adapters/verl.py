@@ -68,7 +68,6 @@ def ordered_rows(lengths: Lengths, *, keep_minibatch: bool) -> NDArray[np.int64]
 
 
 def as_loaded(lengths: Lengths, *, keep_minibatch: bool) -> NDArray[np.int64]:
-    """Rows in the order in which they came."""
     return np.arange(len(lengths)).reshape(DP_SIZE, -1, MINIBATCH_ROWS // DP_SIZE)
 
 

@@ -20,7 +20,7 @@ from training_run import ALLOWANCES
 from benchmarks.dynamic_cp.dev_scheduler import CHECKOUT, load_scheduler
 from benchmarks.dynamic_cp.gain import FAMILIES, measure_gain, measure_models
 from benchmarks.dynamic_cp.measure import measure_cell, measure_time
-from benchmarks.dynamic_cp.setups import EXCHANGES, OBJECTIVES, QUICK_SETUPS, SETUPS, TIMED_SETUPS, batches
+from benchmarks.dynamic_cp.setups import EXCHANGES, OBJECTIVES, SETUPS, TIMED_SETUPS, batches
 from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
 from benchmarks.publish import Measured, published, table
 
@@ -31,8 +31,6 @@ SHOWN_EXCHANGE = 0.01
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
-    parser.add_argument("--quick", action="store_true", help="two setups, two batches: seconds in all")
     parser.add_argument("--gain", action="store_true", help="train and measure step times, instead of planning")
     parser.add_argument("--rounds", type=int, default=8, help="of --gain: steps of each policy that count (default: 8)")
     parser.add_argument("--steps", type=int, default=6, help="of --gain: steps of each run by itself (default: 6)")
@@ -47,7 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Plans, or trains."""
     known = published("dynamic_cp")
     figures = {part: known[part] for part in ("plans", "gain", "models") if part in known}
     if not args.gain:
@@ -71,11 +68,11 @@ def _plans(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
     checkout = os.environ.get(CHECKOUT)
     scheduler = load_scheduler(Path(checkout)) if checkout else None
     cells: list[dict[str, Any]] = []
-    for setup in QUICK_SETUPS if args.quick else SETUPS:
+    for setup in SETUPS:
         ranks = {"num_ranks": setup.topology.dp_cp_size, "max_tokens_per_gpu": setup.max_tokens_per_gpu}
         planned = [
             (batch, scheduler(batch, **ranks) if scheduler else None)
-            for batch in batches(setup, num_batches=2 if args.quick else NUM_BATCHES, folder=folder)
+            for batch in batches(setup, num_batches=NUM_BATCHES, folder=folder)
         ]
         for objective in OBJECTIVES:
             for exchange in EXCHANGES:
@@ -84,7 +81,7 @@ def _plans(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
                 _announce(f"{setup.name}, {objective}, {exchange:g}: {cell.ours:.4f}, dev {cell.dev or 0:.3f}")
     times = [
         asdict(time)
-        for setup in (() if args.quick else TIMED_SETUPS)
+        for setup in TIMED_SETUPS
         for batch in batches(setup, num_batches=1, folder=folder)
         for time in measure_time(batch, setup=setup, exchange=SHOWN_EXCHANGE, announce=_announce)
     ]
@@ -98,7 +95,6 @@ def _plans(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def _times(times: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Setup → objective → CPU milliseconds."""
     setups: dict[str, dict[str, float]] = {}
     for time in times:
         setups.setdefault(time["setup"], {})[time["objective"]] = time["cpu_ms"]
@@ -147,7 +143,6 @@ def _summed(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     parts = [_gain_text(figures["gain"])] if "gain" in figures else []
     parts += [_models_text(figures["models"])] if "models" in figures else []
     return "\n\n".join(parts + ([_plans_text(figures["plans"])] if "plans" in figures else []))

@@ -50,7 +50,6 @@ TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
 
 
 def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
-    """Calibrates, trains and predicts."""
     work = ROOT / "build" / "bench" / "dynamic_cp_gain"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -145,7 +144,6 @@ def write_data(path: Path, *, num_steps: int) -> None:
 
 
 def figures(name: str, *, turns: Recorded, alone: Recorded, calibration: Calibration) -> dict[str, Any]:
-    """Figures of one policy."""
     first = len(POLICIES) * WARM_UP_ROUNDS
     steps = list(zip(*turns.ranks, strict=True))
     policy_steps = [step for index, step in enumerate(steps) if index >= first and policy_of_step(index) == name]

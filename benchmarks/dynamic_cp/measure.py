@@ -35,8 +35,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class PlanningTime:
-    """Time of one plan."""
-
     setup: str
     objective: str
     cpu_ms: float
@@ -44,7 +42,6 @@ class PlanningTime:
 
 
 def plan(batch: NDArray[np.int64], *, setup: DynamicSetup, exchange: float, objective: str) -> DataSchedule:
-    """This package's plan."""
     return build_data_schedule(
         batch,
         cost_model=cost_model(exchange),

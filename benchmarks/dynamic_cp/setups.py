@@ -24,8 +24,6 @@ _FLOPS = replace(CostModel.from_shape(ModelShape.preset("Qwen3-8B")), per_microb
 
 @dataclass(frozen=True)
 class DynamicSetup:
-    """One training run to plan."""
-
     name: str
     _: KW_ONLY
     topology: Topology
@@ -35,7 +33,6 @@ class DynamicSetup:
 
     @property
     def limits(self) -> Limits:
-        """Limits of a rank's memory."""
         return Limits(self.max_tokens_per_gpu)
 
 
@@ -93,7 +90,6 @@ SETUPS = (
     _setup("mooncake_synthetic", 8, 8, 16384, 256, "mooncake_synthetic"),
     _setup("mooncake_synthetic", 2, 16, 8192, 128, "mooncake_synthetic"),
 )
-QUICK_SETUPS = (SETUPS[0], SETUPS[9])
 
 TIMED_SETUPS = (
     _setup("lognormal to 32k", 64, 4, 8192, 8192, lognormal(32768)),

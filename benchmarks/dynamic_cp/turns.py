@@ -23,7 +23,6 @@ _STEPS = itertools.count()
 
 
 def main() -> None:
-    """Record while the script trains."""
     mock.patch.object(plan_process, "build_data_schedule", _plan_in_turn).start()
     mock.patch.object(plan_process, "MIN_SAMPLES", sys.maxsize).start()  # none in a process of its own
     record_steps.main()

@@ -25,8 +25,6 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A model and how ranks share it."""
-
     flags: str
     num_ranks: int
 
@@ -99,8 +97,6 @@ _AUX_WAYS = (STOCK, SHUFFLED, TWO_A_MICROBATCH, FOUR_A_MICROBATCH, "moved, one a
 
 @dataclass(frozen=True)
 class Case:
-    """One training run."""
-
     layout: str
     precision: str
     optimizer: str
@@ -113,17 +109,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people and for files."""
         return " / ".join((*self.cell, self.way))
 
     @property
     def is_balanced(self) -> bool:
-        """True if the run has balance flags."""
         return self.way in POLICIES or self.way == TORCHRUN
 
     @property
     def num_ranks(self) -> int:
-        """Processes."""
         return (LAYOUTS | AUX_LAYOUTS)[self.layout].num_ranks
 
     @property
@@ -138,7 +131,6 @@ class Case:
         return self.beside("by FLOPs" if self.way == TORCHRUN else STOCK)
 
     def beside(self, way: str) -> Case:
-        """Another run of this cell."""
         return Case(*self.cell, way)
 
 

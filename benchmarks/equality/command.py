@@ -59,7 +59,6 @@ GROUPS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--whole", action="store_true", help="every policy in every cell, not on three layouts only")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name holds this, and what they need")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: cpu)")
@@ -69,7 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Runs what is missing, and compares."""
     folder = args.folder or RAW / f"equality-{args.device}"
     if args.anew:
         shutil.rmtree(folder, ignore_errors=True)
@@ -201,13 +199,11 @@ def _is(case: Case, precision: str, ways: Iterable[str]) -> bool:
 
 
 def _largest(differences: Iterable[Difference]) -> Difference | None:
-    """Of each figure."""
     seen = [tuple(asdict(one).values()) for one in differences]
     return Difference(*map(max, zip(*seen, strict=True))) if seen else None
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     names = [*GROUPS, "stock, regrouped"]
     rows = [[row, *(_cell(cells.get(name)) for name in names)] for row, cells in figures["rows"].items()]
     missing = (

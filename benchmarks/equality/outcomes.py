@@ -19,8 +19,6 @@ from benchmarks.equality.cases import NUM_STEPS, Case
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
-
     case: Case
     revision: str
     losses: Sequence[float] = ()
@@ -32,14 +30,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two runs, relative to the second."""
-
     loss: float
     grad_norm: float
 
 
 def difference(outcome: Outcome, *, reference: Outcome) -> Difference:
-    """The difference of a run from another."""
     losses = _relative(outcome.losses, reference.losses)
     grad_norms = _relative(outcome.grad_norms, reference.grad_norms)
     return Difference(max(losses), max(grad_norms))
@@ -50,7 +45,6 @@ def _relative(values: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 def outcome_of(case: Case, recorded: Recorded, *, revision: str) -> Outcome:
-    """Read a run's records."""
     losses = [step["lm_loss"] for step in recorded.steps]
     grad_norms = [step["grad_norm"] for step in recorded.steps]
     with_plan = next((steps for steps in recorded.ranks if any("ranks" in step for step in steps)), [])
@@ -80,7 +74,6 @@ class OutcomeFile:
 
     @property
     def outcomes(self) -> Mapping[Case, Outcome]:
-        """All of them."""
         return self._outcomes
 
     def is_done(self, case: Case) -> bool:
@@ -88,7 +81,6 @@ class OutcomeFile:
         return case in self._outcomes and self._outcomes[case].error is None
 
     def add(self, outcome: Outcome) -> None:
-        """Keep one more."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as out:
             out.write(json.dumps(asdict(outcome)) + "\n")

@@ -46,7 +46,6 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """For people."""
         return {DP4: "DP4", TP2: "TP2×DP2", PP2: "PP2×DP2"}[self.parallel]
 
     @property

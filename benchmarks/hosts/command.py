@@ -50,7 +50,6 @@ MODEL = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
 
 
@@ -160,7 +159,6 @@ def _ended_by(ends: list[dict[str, Any]]) -> str:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     rows: list[tuple[object, ...]] = []
     for row in figures["cases"].values():
         ended = row["last_rank_ended_after_seconds"]

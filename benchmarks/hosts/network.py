@@ -23,8 +23,6 @@ START_SECONDS = 30.0
 
 
 class Network:
-    """Two hosts with a link."""
-
     def __init__(self, holders: Sequence[int]) -> None:
         self._holders = holders
 
@@ -33,15 +31,12 @@ class Network:
         return ["nsenter", f"--net=/proc/{self._holders[host]}/ns/net", *words]
 
     def run(self, host: int, words: str) -> None:
-        """Run a command on a host and wait for it."""
         subprocess.run(self.command(host, words.split()), check=True)
 
     def take_down(self) -> None:
-        """Unplug the cable: both ends see it."""
         self.run(1, f"ip link set {INTERFACE} down")
 
     def bring_up(self) -> None:
-        """Plug it in again."""
         self.run(1, f"ip link set {INTERFACE} up")
 
     def lose_packets(self) -> None:
@@ -58,7 +53,6 @@ class Network:
 
 @contextmanager
 def two_hosts() -> Iterator[Network]:
-    """Make them; they are gone afterwards."""
     processes = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in ADDRESSES]
     try:
         network = Network([process.pid for process in processes])

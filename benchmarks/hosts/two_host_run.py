@@ -27,8 +27,6 @@ _SELDOM_SECONDS = 3600
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank."""
-
     exit_code: int | None
     seconds: float
     error: str = ""
@@ -38,8 +36,6 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class TwoHostRun:
-    """Records and ends of a run."""
-
     steps: list[dict[str, Any]]
     ends: list[RankEnd]
     seconds: float

@@ -34,8 +34,6 @@ EXPERTS = CostModel(linear=6_162, quadratic=1, expert_linear=9_244, per_microbat
 
 
 class Cell(NamedTuple):
-    """A global batch and its ranks."""
-
     lengths: str
     dp_size: int
     pp_size: int
@@ -45,7 +43,6 @@ class Cell(NamedTuple):
     cap: int = 16384
 
     def batch(self, lengths: Any) -> Batch:
-        """The batch in integers."""
         group = self.pp_size if self.vpp_size > 1 else 1
         topology = Topology(
             self.dp_size,
@@ -91,7 +88,6 @@ CELLS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--measured", action="store_true", help="train pipelines on CPU ranks; plans stay published")
     add_length_options(parser)
 
@@ -129,7 +125,6 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     rows, columns = figures["cells"], list(zip(*figures["cells"].values(), strict=True))
     lines = [
         [name, *(f"{value:.3f}" for value in row[:3]), f"{row[3]:.2f}", f"{row[4]:.0f}"] for name, row in rows.items()

@@ -18,7 +18,6 @@ from benchmarks.planner.baselines import BASELINES
 from benchmarks.planner.compared import compared, compared_text
 from benchmarks.planner.measure import measure_row
 from benchmarks.planner.setups import (
-    QUICK_SETUPS,
     SETUPS,
     Setup,
     add_length_options,
@@ -32,23 +31,22 @@ TITLE = "Planner"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
-    parser.add_argument("--quick", action="store_true", help="small setups, few batches: seconds in all")
     parser.add_argument("--compared", action="store_true", help="three setups in ways that one may have, instead")
     add_length_options(parser)
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Plans every setup in every way."""
     folder, known = lengths_folder(args), published("planner")
     if args.compared:
-        measured = compared(lengths_folder=folder, num_batches=1 if args.quick else 4)
-        command = f"python -m benchmarks planner --compared{' --quick' * args.quick}"
-        known["compared"] = {"made": made_by(command), "lengths": lengths_said(folder), **measured}
+        measured = compared(lengths_folder=folder, num_batches=4)
+        known["compared"] = {
+            "made": made_by("python -m benchmarks planner --compared"),
+            "lengths": lengths_said(folder),
+            **measured,
+        }
         return Measured(known, raw=measured)
-    setups = QUICK_SETUPS if args.quick else SETUPS
     rows: list[dict[str, Any]] = []
-    for setup in setups:
+    for setup in SETUPS:
         batches = list(global_batches(setup, lengths_folder=folder))
         _announce(f"{setup.name}: {len(batches)} batches of {setup.global_batch_size} samples")
         for planner in BASELINES:
@@ -58,7 +56,7 @@ def measure(args: argparse.Namespace) -> Measured:
     figures = {key: known[key] for key in ("compared",) if key in known} | {
         "lengths": lengths_said(folder),
         "wheels": {name: _version(name) for name in ("verl", "areal")},
-        "setups": {setup.name: _described(setup) for setup in setups},
+        "setups": {setup.name: _described(setup) for setup in SETUPS},
         "plans": _plans(rows),
     }
     return Measured(figures, raw=rows)
@@ -98,7 +96,6 @@ def _plans(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     parts = [_plans_text(figures)] if "plans" in figures else []
     return "\n\n".join(parts + ([compared_text(figures["compared"])] if "compared" in figures else []))
 

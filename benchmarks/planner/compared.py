@@ -114,7 +114,6 @@ def dev_sizes(lengths: NDArray[np.int64], setup: Setup, *, scheduler: Callable[.
 
 
 def our_sizes(lengths: NDArray[np.int64], setup: Setup) -> Assignment:
-    """This package's plan with dynamic sizes."""
     return build_data_schedule(lengths, **_with_sizes(setup))
 
 
@@ -174,7 +173,6 @@ def judged(plan: Ranks | Assignment, *, batch: NDArray[np.int64], setup: Setup) 
 
 
 def compared_text(figures: Mapping[str, Any]) -> str:
-    """Markdown of the table."""
     made, ways_of = figures["made"], figures["ways"]
     rows = [
         (

@@ -28,8 +28,6 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Row:
-    """One way of planning on one setup."""
-
     setup: str
     planner: str
     note: str

@@ -31,8 +31,6 @@ _DP1024 = Topology(1024, tp_size=8, sequence_parallel=True)
 
 @dataclass(frozen=True)
 class Setup:
-    """One training run to plan."""
-
     name: str
     _: KW_ONLY
     model: str
@@ -44,7 +42,6 @@ class Setup:
 
     @cached_property
     def limits(self) -> Limits:
-        """The limits of a micro-batch."""
         return Limits(self.max_tokens_per_gpu)
 
     @property
@@ -73,7 +70,6 @@ class Setup:
         return self.topology.padded_seq_len(lengths).tolist()
 
     def flops(self, lengths: NDArray[np.int64]) -> list[int]:
-        """FLOPs of each sample, scaled to integers."""
         return self.flops_model.sample_costs(self.topology.padded_seq_len(lengths)).costs[0].tolist()
 
 
@@ -99,18 +95,6 @@ SETUPS = tuple(
         ("8B, CP4 DP8, 131k", "Qwen3-8B", Topology(8, cp_size=4), 32768, 256, LONG_LENGTHS, 6),
     )
 )
-
-QUICK_SETUPS = (
-    replace(SETUPS[0], name="quick SFT dense, DP4", global_batch_size=64, length_names=("code_files",), num_batches=2),
-    replace(
-        SETUPS[3],
-        name="quick RL MoE, TP4 DP2 EP8",
-        global_batch_size=64,
-        length_names=("reasoning_gym",),
-        num_batches=2,
-    ),
-)
-"""Seconds in all: for tests and a first look."""
 
 
 def global_batches(setup: Setup, *, lengths_folder: Path | None) -> Iterator[NDArray[np.int64]]:
@@ -150,5 +134,4 @@ def lengths_folder(args: argparse.Namespace) -> Path | None:
 
 
 def lengths_said(folder: Path | None) -> str:
-    """The source of the lengths, for a section."""
     return "real lengths, from files" if folder is not None else "lengths drawn from the built-in fits"

@@ -33,18 +33,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the table."""
         overlap = "overlap" if self.overlap else "no overlap"
         return f"{self.policy}, DP{self.ranks}→DP{self.ranks_after}, {overlap}"
 
     @property
     def flags(self) -> str:
-        """Of both runs."""
         return f"{FLAGS} {STEPS} {POLICIES[self.policy]} {'' if self.overlap else '--no-balance-overlap'}"
 
 
 def cases() -> list[Case]:
-    """All of them; the first ones tell most."""
     return [
         Case(policy, ranks=before, ranks_after=after, overlap=overlap)
         for overlap in (True, False)

@@ -29,14 +29,12 @@ LEAN = ("by FLOPs, DP2→DP2, overlap", "dynamic CP, DP2→DP4, overlap", "--asy
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this")
     parser.add_argument("--lean", action="store_true", help="a case of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the steps at which runs are killed")
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Kills, resumes and compares."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     write_rows(FOLDER / "rows.jsonl", rows_of_distinct_lengths(), order=range(NUM_ROWS))
@@ -83,7 +81,6 @@ def whole_of(case: Case, *, data: str) -> list[dict[str, Any]]:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     rows = [
         (name, after or "", whom, at or "", equal, "" if far is None else f"{far:.1e}", problem or "good")
         for name, after, whom, at, equal, far, problem in figures["cases"]

@@ -41,8 +41,6 @@ _LOADED = re.compile(r"successfully loaded checkpoint .* at iteration (\d+)")
 
 @dataclass(frozen=True)
 class ElasticRun:
-    """Outcome of the restart."""
-
     resumed: list[dict[str, Any]]
     resumed_at: int
     num_ranks: int

@@ -27,8 +27,6 @@ ROUNDING = ALLOWANCES["fp32"].loss
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a case."""
-
     killed_after: int
     victims: str
     resumed_at: int
@@ -50,7 +48,6 @@ class Killer:
 
     @property
     def victims(self) -> str:
-        """For people."""
         return "all ranks" if self.victim is None else f"rank {self.victim}"
 
     def __call__(self, ranks: Mapping[int, int]) -> None:
@@ -83,14 +80,12 @@ def run_ranks(folder: Path, *, flags: str, num_ranks: int, grace_seconds: float 
 
 
 def newest_checkpoint(folder: Path) -> int:
-    """Of those that are complete."""
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
 def kill_and_resume(
     case: Case, *, whole: list[dict[str, Any]], folder: Path, data: str, rng: np.random.Generator
 ) -> Outcome:
-    """Run a case."""
     checkpoints = folder / "checkpoints"
     flags = f"{case.flags} {data} --save {checkpoints} --save-interval {SAVE_INTERVAL}"
     killer = Killer(folder / "killed", num_ranks=case.ranks, rng=rng)

@@ -30,7 +30,6 @@ def saved_in_background(folder: Path, data: str, whole_of: WholeOf) -> str:
 
 
 def counted_in_samples(folder: Path, data: str, whole_of: WholeOf) -> str:
-    """--train-samples in place of --train-iters."""
     in_samples = f"--train-samples {NUM_STEPS * GLOBAL_BATCH_SIZE}"
     flags = _saving(data=data, folder=folder).replace(STEPS, in_samples)
     steps_of(folder / "run", flags=f"{flags} --exit-interval {SAVE_INTERVAL}", num_ranks=2)

@@ -35,10 +35,8 @@ PARTS = ("plans", "alone", "worlds")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="to measure; others stay published")
     parser.add_argument("--whole", action="store_true", help="worlds of up to 64 ranks")
-    parser.add_argument("--quick", action="store_true", help="plans and a rank alone of 64 ranks only")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a world (default: 8)")
     parser.add_argument("--step-seconds", type=float, default=5.0, help="of the sleep in a step (default: 5)")
     add_length_options(parser)
@@ -53,11 +51,10 @@ def measure(args: argparse.Namespace) -> Measured:
         figures["worlds"] = list(_worlds(args, folder=folder))
     if "alone" in args.parts:
         torch.set_num_threads(1)
-        sizes = ALONE[1:2] if args.quick else ALONE
-        figures["alone"] = [measure_alone(Samples(size, ALONE_STEPS, folder).lengths()) for size in sizes]
+        figures["alone"] = [measure_alone(Samples(size, ALONE_STEPS, folder).lengths()) for size in ALONE]
     if "plans" in args.parts:
         figures["plans_made"] = made_by("python -m benchmarks scale --parts plans")
-        figures["plans"] = [asdict(each) for each in measure_plans(SIZES[:1] if args.quick else SIZES, folder=folder)]
+        figures["plans"] = [asdict(each) for each in measure_plans(SIZES, folder=folder)]
     if "made" in known and len(args.parts) < len(PARTS):  # of the parts that stay
         figures["made"] = known["made"]
     figures |= {
@@ -86,7 +83,6 @@ def _problems(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     parts = {"worlds": _worlds_text, "alone": _alone_text, "plans": _plans_text}
     return "\n\n".join(write(figures) for part, write in parts.items() if part in figures)
 

@@ -23,8 +23,6 @@ STAGES = (1, 8)
 
 @dataclass(frozen=True)
 class PlanTime:
-    """One cell."""
-
     dp_size: int
     ep_size: int
     pp_size: int

@@ -32,8 +32,6 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class RankRun:
-    """Options for the ranks of one world."""
-
     num_ranks: int
     replica_size: int
     num_steps: int

@@ -26,8 +26,6 @@ MODEL = "Qwen2.5-0.5B"
 
 @dataclass(frozen=True)
 class Samples:
-    """Lengths of all global batches."""
-
     num_ranks: int
     num_batches: int
     lengths_folder: Path | None

@@ -23,8 +23,6 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """Numbers of ranks to measure."""
-
     num_ranks: int
     replica_size: int = 1
 

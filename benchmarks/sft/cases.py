@@ -40,8 +40,6 @@ MEANS = ("router losses", "prediction")
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of a run."""
-
     flags: str
     num_ranks: int
     model: str = "dense"
@@ -86,8 +84,6 @@ PADDED = ("DP2", "DP2 TP2", "PP3")
 
 @dataclass(frozen=True)
 class Case:
-    """One training run."""
-
     layout: str
     data: str
     balanced: bool = False
@@ -98,7 +94,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
         parts = (self.layout, self.data, "balanced" if self.balanced else "stock")
         variants = [*(["dynamic sizes"] if self.dynamic else []), *(["torchrun"] if self.launched else [])]
         variants += ["means of micro-batches"] if self.by_microbatch else []
@@ -106,7 +101,6 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Processes."""
         return 1 if self.layout == ONE_RANK else LAYOUTS[self.layout].num_ranks
 
     @property
@@ -120,7 +114,6 @@ class Case:
         return Case(ONE_RANK, self.data, model=self.model)
 
     def flags(self, data: PretrainData) -> list[str]:
-        """All but those of the weights."""
         # Documents as long as a row: a micro-batch of one is stock's.
         data = replace(data, documents=data.full) if self.model in MEANS else data
         parts = [COMMON, MODELS[self.model], *data_flags(self.data, data)]
@@ -155,7 +148,6 @@ def cases(only: Sequence[str] = ()) -> Iterator[Case]:
 
 
 def data_flags(kind: str, data: PretrainData) -> list[str]:
-    """Flags of the data set."""
     cache = f"--data-cache-path {data.documents.parent / 'cache'}"
     if kind == "--sft":
         tokenizer = f"--tokenizer-type SFTTokenizer --tokenizer-model {data.tokenizer}"

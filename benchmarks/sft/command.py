@@ -31,7 +31,6 @@ TIMEOUT_SECONDS = 900
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("tree", type=Path, help="a copy of the checkout, its dataset helpers built")
     parser.add_argument("--name", required=True, help="of the checkout, for the results")
     parser.add_argument("--only", nargs="*", default=(), metavar="TEXT", help="runs whose name holds one of these")
@@ -116,8 +115,6 @@ def _stocks(tree: Path) -> dict[str, Any]:
 
 @dataclass
 class Runs:
-    """Runs each case once."""
-
     tree: Path
     folder: Path
     outcomes: dict[Case, Outcome] = field(default_factory=dict)
@@ -187,7 +184,6 @@ def _hide_metadata() -> None:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     speeds = "\n\n".join(f"{name}:\n\n{_speed(policies)}" for name, policies in figures["speed"].items())
     return f"""### Speed of SFT
 

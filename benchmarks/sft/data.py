@@ -35,8 +35,6 @@ _TEMPLATE = "{% for message in messages %}{{ message['role'] }}\n{{ message['con
 
 @dataclass(frozen=True)
 class PretrainData:
-    """Paths of the data."""
-
     conversations: Path
     tokenizer: Path
     documents: Path

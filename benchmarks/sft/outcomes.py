@@ -79,7 +79,6 @@ def judge_refusal(case: Case, *, ours: Outcome) -> Verdict:
 
 
 def judge(case: Case, *, ours: Outcome, stock: Outcome, one_rank: Outcome | None) -> Verdict:
-    """Compare a balanced run with its reference."""
     if ours.recorded is None:
         return Verdict(case, False, f"fails: {ours.error}")
     judged_by, name = stock, "stock"

@@ -40,7 +40,6 @@ Runner = Callable[[Sequence[str]], Recorded]
 
 
 def measure_speed(run: Runner) -> dict[str, dict[str, float]]:
-    """Train under every policy."""
     runs = {name: run([*MODEL_FLAGS.split(), *flags.split()]) for name, flags in POLICIES.items()}
     return {name: _figures(recorded, stock=runs["stock"]) for name, recorded in runs.items()}
 

@@ -32,12 +32,10 @@ MAX_RSS_BYTES = 16 * 2**20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's options."""
     parser.add_argument("--steps", type=int, default=2000, help="steps of each run (default: 2000)")
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    """Trains twice."""
     if args.steps < MIN_STEPS:
         raise SystemExit(f"--steps is {args.steps}: it must be at least {MIN_STEPS}, two swings of the lengths")
     folder = RAW / "soak"
@@ -65,7 +63,6 @@ def _problems(growth: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Markdown of the figures."""
     rows = [
         (
             name,

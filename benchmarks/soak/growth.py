@@ -18,8 +18,6 @@ from benchmarks.soak import STEPS_PER_SWING
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth a step."""
-
     per_step: float
     low: float
     high: float
@@ -39,8 +37,6 @@ class Slope:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one rank."""
-
     malloc_bytes: Slope
     rss_bytes: Slope
     num_blocks: Slope

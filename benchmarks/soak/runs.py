@@ -20,7 +20,6 @@ BALANCED = "--use-dynamic-batch-size --max-tokens-per-gpu 512 --balance-data --b
 
 
 def soak(folder: Path, *, balanced: bool, num_steps: int, sample_steps: int) -> list[list[dict[str, Any]]]:
-    """Train and sample; for each rank its rows."""
     flags = [*MODEL.split(), "--train-iters", str(num_steps)]
     if balanced:
         flags += [*BALANCED.split(), "--balance-record", str(folder / "record")]

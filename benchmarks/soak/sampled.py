@@ -30,7 +30,6 @@ SAMPLE_STEPS = int(os.environ.get("SOAK_SAMPLE_STEPS", "20"))
 
 
 def main() -> None:
-    """Sample while the script trains."""
     pretrain_sft.datasets_provider = datasets_provider  # lengths that drift
     train_wrapped(_sampled)
 
