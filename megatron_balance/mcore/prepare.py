@@ -45,7 +45,7 @@ from megatron_balance.runtime.gather import (
 )
 from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
-from megatron_balance.samples.prefix_packing import PrefixTree, pack_shared, tree_starts
+from megatron_balance.samples.prefix_packing import PrefixTree, check_shareable, pack_shared, tree_starts
 from megatron_balance.samples.sample import Samples, aligned
 from megatron_balance.samples.shared_prefixes import hash_chains
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
@@ -211,12 +211,18 @@ class StepBuilder:
             samples, sample_ids=copies, destinations=destinations, gathered=gathered, group=group
         )
         index = self.cp_rank if topology.dynamic_cp else 0
-        packs = pack(
+        packs = attempt(
+            pack,
             replica[index],
             settings=settings,
             pin_memory=self.pin_memory,
             samples=[arrived.select(np.searchsorted(ids, microbatch)) for microbatch in sample_ids[index]],
         )
+        failure = packs if isinstance(packs, Failure) else None
+        if forest is not None:  # a single rank finds that hashes were equal by chance
+            check_same_schedule(digest, group=group, error=failure and failure.text)
+        if isinstance(packs, Failure):
+            raise packs.error
         # Context-parallel ranks of a replica run different packs, made from what all of them loaded.
         tokens = [*samples.columns["tokens"]] if len(samples) else []
         if not topology.dynamic_cp:
@@ -261,6 +267,8 @@ class StepBuilder:
         """The samples of these items, with patches of images and loss weights as values, where each counts."""
         weighting = self._weighting
         samples = Samples.joined(parts) if weighting is None else joined(parts, weighting=weighting)
+        if self.settings.share_prefixes:
+            check_shareable(samples, weighting=self.settings.loss_weighting)
         if not self._counts_images:
             return samples
         values = [image_patches(samples), *([] if samples.values is None else [samples.values])]
@@ -343,8 +351,7 @@ def pack(
         if trees and samples is None:
             packs.append(tree_starts(trees[number]))
         elif trees and samples is not None:
-            weighting = None if sizes.loss_weights is None else settings.loss_weighting
-            packs.append(pack_shared(samples[number], tree=trees[number], weighting=weighting))
+            packs.append(pack_shared(samples[number], tree=trees[number], masks_differ=sizes.loss_weights is None))
         elif samples is None:
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:

@@ -82,17 +82,18 @@ def mismatch(
     return f"Ranks were started differently: {'; '.join(differences[:MAX_NAMED])}{more}. {advice}"
 
 
-def check_same_schedule(digest: int, *, group: dist.ProcessGroup) -> None:
+def check_same_schedule(digest: int, *, group: dist.ProcessGroup, error: str | None = None) -> None:
     """Check that all ranks computed the same schedule, in ⌈log₂(group size)⌉ rounds of small messages.
 
     Args:
         digest: a hash of the schedule, in [0, 2**63).
         group: the ranks that planned.
+        error: of this rank.
 
     Raises:
-        BalanceError: on every rank, naming the ranks that differ from the first.
+        BalanceError: on every rank, naming the ranks that differ from the first, or an error of any.
     """
-    _all_equal(digest, group=group, operation="the plans of all ranks (compare)", template=_OTHER_PLANS)
+    _all_equal(digest, group=group, operation="the plans of all ranks (compare)", template=_OTHER_PLANS, error=error)
 
 
 def broadcast_step(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.samples.packing import FILLER_TOKENS
-from megatron_balance.samples.sample import KeySpec, Samples
+from megatron_balance.samples.sample import Samples
 
 Ints = NDArray[np.int64]
 
@@ -119,36 +119,51 @@ def _bounds(sizes: Ints) -> Ints:
     return np.append(0, np.cumsum(sizes))
 
 
-def pack_shared(samples: Samples, *, tree: PrefixTree, weighting: str | None = None) -> dict[str, Tensor]:
+def check_shareable(samples: Samples, *, weighting: str | None = None) -> None:
+    """Refuse samples with other keys than per-token ones, but for a `weighting`, or positions of their own."""
+    keys = () if samples.schema is None else samples.schema.keys
+    other = [key.name for key in keys if key.kind != "per_token" and key.name != weighting]
+    mask = next((key for key in keys if key.name == "loss_mask"), None)
+    positions = samples.columns.get("position_ids", ())
+    if other:
+        problem = f"keys that are not of tokens ({', '.join(other)}), and a shared pack has no bounds of samples"
+    elif keys and (mask is None or mask.dtype == torch.bool):
+        problem = "no loss_mask of numbers, by which a shared token counts as often as samples hold it"
+    elif not all(torch.equal(values, torch.arange(len(values), dtype=values.dtype)) for values in positions):
+        problem = "position_ids that do not count the tokens of a sample from 0"
+    else:
+        return
+    raise BalanceError(f"--balance-share-prefixes is set, and samples have {problem}: drop them, or the flag.")
+
+
+def pack_shared(samples: Samples, *, tree: PrefixTree, masks_differ: bool = True) -> dict[str, Tensor]:
     """Pack samples, in the order of their tree, into one micro-batch; none make a masked dummy.
 
     Args:
-        samples: on the CPU, with the schema of all samples of the run and per-token keys alone.
+        samples: on the CPU, of `check_shareable`, with the schema of all samples of the run.
         tree: of those that are not empty.
-        weighting: a key that weighs samples, which is left out; shared tokens have one loss mask then.
+        masks_differ: False where samples have weights, and share tokens of one loss mask.
 
     Returns:
         Per-token keys `[1, num_tokens, *trailing]`, filled up with zeros, `position_ids` counted within each sample,
         and what `tree_starts` returns.
 
     Raises:
-        BalanceError: shared tokens differ in any key but the loss mask; samples have no loss mask of numbers, other
-            keys than per-token ones, or positions of their own.
+        BalanceError: shared tokens differ in any key but the loss mask: hashes were equal by chance.
     """
-    schema = samples.schema
-    assert schema is not None, "a dummy has the schema of the run"
-    keys = [key for key in schema.keys if key.kind == "per_token" or key.name != weighting]
-    _check_keys(keys)
+    assert samples.schema is not None, "a dummy has the schema of the run"
+    keys = [key for key in samples.schema.keys if key.kind == "per_token" and key.name != "position_ids"]
     samples = samples.select(samples.lengths.nonzero()[0])
     shared, filler = tree.shared, int((tree.multiplicity == 0).sum())
     batch = tree_starts(tree)
     for key in keys:
         column = samples.columns.get(key.name, ())
-        if key.name == "position_ids":
-            _check_positions(column)
-            continue
-        if key.name != "loss_mask" or weighting is not None:
-            _check_equal(key.name, column, shared=shared)
+        for index, common in enumerate(shared if key.name != "loss_mask" or not masks_differ else ()):
+            if common and not torch.equal(column[index - 1][:common], column[index][:common]):
+                raise BalanceError(
+                    f"--balance-share-prefixes: by their hashes two samples share {common} tokens, and {key.name} "
+                    "differs among them: train without the flag, and report this with the samples."
+                )
         added = [values[common:] for values, common in zip(column, shared, strict=True)]
         batch[key.name] = torch.cat([*added, torch.zeros(filler, *key.shape, dtype=key.dtype)]).unsqueeze(0)
     mask, path, place = batch["loss_mask"][0], np.zeros(0, dtype=np.int64), 0
@@ -164,34 +179,3 @@ def tree_starts(tree: PrefixTree) -> dict[str, Tensor]:
     longest = int(tree.positions.max()) + 1
     ends = torch.tensor([[0, int(tree.starts[-1])]], dtype=torch.int32)
     return {"cu_seqlens": ends, "max_seqlen": torch.tensor([longest], dtype=torch.int32)}
-
-
-def _check_keys(keys: Sequence[KeySpec]) -> None:
-    other = [key.name for key in keys if key.kind != "per_token"]
-    mask = next((key for key in keys if key.name == "loss_mask"), None)
-    if other:
-        problem = f"keys that are not of tokens ({', '.join(other)}), and a shared pack has no bounds of samples"
-    elif mask is None or mask.dtype == torch.bool:
-        problem = "no loss_mask of numbers, by which a shared token counts as often as samples hold it"
-    else:
-        return
-    raise BalanceError(f"--balance-share-prefixes is set, and samples have {problem}: drop them, or the flag.")
-
-
-def _check_positions(column: Sequence[Tensor]) -> None:
-    for values in column:
-        if not torch.equal(values, torch.arange(len(values), dtype=values.dtype)):
-            raise BalanceError(
-                "--balance-share-prefixes is set, and position_ids of a sample do not count its tokens from 0: leave "
-                "them out of the data, or drop the flag."
-            )
-
-
-def _check_equal(name: str, column: Sequence[Tensor], *, shared: Sequence[int]) -> None:
-    """Hashes said so; a collision must not end in a wrong loss."""
-    for index, common in enumerate(shared):
-        if common and not torch.equal(column[index - 1][:common], column[index][:common]):
-            raise BalanceError(
-                f"--balance-share-prefixes: by their hashes two samples share {common} tokens, and {name} differs "
-                "among them: train without the flag, and report this with the samples."
-            )

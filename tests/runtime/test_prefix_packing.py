@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.prefix_packing import PrefixTree, pack_shared
+from megatron_balance.samples.prefix_packing import PrefixTree, check_shareable, pack_shared
 from megatron_balance.samples.sample import Samples
 
 Pairs = list[tuple[int, int]]
@@ -106,11 +106,6 @@ def test_what_differs_is_not_shared():
     advantages = [torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 1.0])]
     with pytest.raises(BalanceError, match="share 2 tokens, and advantages differs"):
         pack_shared(samples_of(rows, masks, advantages=advantages), tree=PrefixTree.of([3, 3], [0, 2], num_tokens=4))
-    with pytest.raises(BalanceError, match="do not count its tokens from 0"):
-        pack_shared(
-            samples_of(rows, masks, position_ids=[torch.tensor([1, 2, 3])] * 2),
-            tree=PrefixTree.of([3, 3], [0, 2], num_tokens=4),
-        )
 
 
 def test_keys_without_a_place_in_a_shared_pack_are_refused():
@@ -119,6 +114,9 @@ def test_keys_without_a_place_in_a_shared_pack_are_refused():
         columns, kinds={"tokens": "per_token", "reward": "per_sample"}, lengths=np.array([2])
     )
     with pytest.raises(BalanceError, match=r"keys that are not of tokens \(reward\)"):
-        pack_shared(samples, tree=PrefixTree.of([2], [0], num_tokens=2))
+        check_shareable(samples)
+    check_shareable(samples_of([[(0, 0)]], [[1.0]], reward=[torch.ones(1)]), weighting="reward")
     with pytest.raises(BalanceError, match="no loss_mask of numbers"):
-        pack_shared(samples_of([[(0, 0)]], [[True]]), tree=PrefixTree.of([1], [0], num_tokens=1))
+        check_shareable(samples_of([[(0, 0)]], [[True]]))
+    with pytest.raises(BalanceError, match="do not count the tokens of a sample from 0"):
+        check_shareable(samples_of([[(0, 0)] * 2], [[1.0] * 2], position_ids=[torch.tensor([1, 2])]))
