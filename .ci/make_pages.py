@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "training"))
-from table import DYNAMIC_CP, ROWS, Row
+from table import DYNAMIC_CP, ROWS, SHARED, SHARED_ROWS, Row
 
 from megatron_balance.cli import build_parser
 from megatron_balance.mcore.setup.flags import add_balance_args, parse_flags
-from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule, dynamic_cp_problem
+from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule, dynamic_cp_problem, messages
 
 _FLAGS = """\
 # Flags
@@ -33,9 +33,9 @@ _MODELS = """\
 
 Made from `tests/training/table.py` by `.ci/make_pages.py`. A name in a cell is that of a run whose losses, gradient
 norms, evaluations and log equal a stock run of its layout by the number format: `NAME` is the test
-`tests/training/test_matrix.py::test_equals_stock[NAME]`. Shapes are small, kernels that need a GPU have stand-ins on
-the CPU, and no run has used a GPU. Losses of routers are equal as far as
-[their caution](options.md#cautions) says. [Models](models.md) has what is counted, and what else is refused.
+`tests/training/test_matrix.py::test_equals_stock[NAME]`, with shared prefixes that of `test_prefix_sharing.py`. Shapes
+are small, kernels that need a GPU have stand-ins on the CPU, and no run has used a GPU. Losses of routers are equal as
+far as [their caution](options.md#cautions) says. [Models](models.md) has what is counted, and what else is refused.
 """
 _OPTIONS = """\
 # Megatron's options
@@ -157,8 +157,8 @@ def models_page() -> str:
             models.setdefault(name, []).append(row)
     lines = [
         _MODELS,
-        "| model | packed, moved, by FLOPs | evaluation | dynamic sizes | loss weightings |",
-        "|---|---|---|---|---|",
+        "| model | packed, moved, by FLOPs | evaluation | dynamic sizes | loss weightings | shared prefixes |",
+        "|---|---|---|---|---|---|",
     ]
     for name, rows in models.items():
         weighted = [row for row in rows if "--balance-loss-weighting" in row.balance]
@@ -169,8 +169,16 @@ def models_page() -> str:
             options, _ = parse_flags(f"{rows[0].stock} {DYNAMIC_CP}".split(), with_megatron=True)
             problem = dynamic_cp_problem(vars(options))
             shown[2] = "not tested" if problem is None else f"refused: {_cell(problem)}"
+        shared = [row for row in SHARED_ROWS if name in _models(row)]
+        options, _ = parse_flags(f"{rows[0].stock} {SHARED} {_SHAREABLE}".split(), with_megatron=True)
+        problems = messages(vars(options), "Shared prefixes")
+        shown.append(f"refused: {_cell(problems[0])}" if problems else _tests(shared))
         lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
+
+
+_SHAREABLE = "--bf16 --no-rope-fusion --attention-dropout 0 --hidden-dropout 0"
+"""What shared prefixes need of every model."""
 
 
 def _models(row: Row) -> list[str]:

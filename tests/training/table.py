@@ -333,3 +333,32 @@ ROWS = [
     ),
     *FAMILY_ROWS,
 ]
+
+ROLLOUTS = "--train-data-path {data}/rollouts.jsonl --valid-data-path {data}/rollouts-valid.jsonl"
+SHARED = f"{BY_FLOPS} --balance-share-prefixes"
+SMALL_BLOCKS = ("stand_ins:small_blocks", {})
+UP_PROJECTION = "--recompute-granularity selective --recompute-modules mla_up_proj core_attn"
+BY_TOKEN = ROUTER_LOSSES.replace("--moe-aux-loss-coeff 1 ", "--moe-aux-loss-coeff 0 ")
+"""Those that do not depend on the samples that share a micro-batch."""
+
+
+def sharing(name, layout, flags="", *, model="dense", balance=SHARED, **others):
+    """A row whose samples begin alike."""
+    return Row(name, layout, balance, model, f"{flags} {ROLLOUTS}", ours=(SMALL_BLOCKS,), **others)
+
+
+SHARED_ROWS = [
+    sharing("verified", "DP2", balance=f"{SHARED} --balance-verify {RECORDED}"),
+    sharing("recomputed", "TP2-PP2", RECOMPUTED),
+    sharing("router-losses", "EP2", BY_TOKEN, model="moe"),
+    sharing("up-projection", "DP2", UP_PROJECTION, model="DeepSeek-V3", balance=f"{SHARED} {WEIGHTED}"),
+    sharing("sharded-bf16", "DP2", SHARDED, precision="bf16", slow=True),
+    sharing("learned-positions", "DP2", "--position-embedding-type learned_absolute", slow=True),
+    sharing("core-recomputed", "TP2-SP", "--recompute-granularity selective --recompute-modules core_attn", slow=True),
+    sharing("dense", "PP2", slow=True),
+    sharing("recomputed", "PP2-VPP2", RECOMPUTED, slow=True),
+    sharing("moe", "TP2-EP2", model="moe", slow=True),
+    sharing("DeepSeek-V3", "EP2", RECOMPUTED, model="DeepSeek-V3", slow=True),
+    sharing("GLM-4.5", "DP2", model="GLM-4.5", stand_ins=(("families:kernels", {}),), slow=True),
+    sharing("filled-up", "TP2-SP", balance=f"{SHARED} --balance-shape-bucket 64", slow=True),
+]

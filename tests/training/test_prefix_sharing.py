@@ -7,43 +7,14 @@ small blocks, so that all that they share is found.
 import re
 
 import pytest
-from table import BY_FLOPS, FAMILIES, RECOMPUTED, ROUTER_LOSSES, SHARDED, WEIGHTED, Row
+from table import ROUTER_LOSSES, SHARED, SHARED_ROWS, SMALL_BLOCKS, sharing
 from test_matrix import assert_reads, case, microbatches
 from training_run import ALLOWANCES, RunFailed, assert_equal
 
 from megatron_balance.record import read_record
 
-ROLLOUTS = "--train-data-path {data}/rollouts.jsonl --valid-data-path {data}/rollouts-valid.jsonl"
-SHARED = f"{BY_FLOPS} --balance-share-prefixes"
-SMALL_BLOCKS = ("stand_ins:small_blocks", {})
-LATENT = FAMILIES["DeepSeek-V3"].partition(" --num-experts")[0]
-UP_PROJECTION = "--recompute-granularity selective --recompute-modules mla_up_proj core_attn"
-BY_TOKEN = ROUTER_LOSSES.replace("--moe-aux-loss-coeff 1 ", "--moe-aux-loss-coeff 0 ")
-"""Those that do not depend on the samples that share a micro-batch."""
 
-
-def row(name, layout, flags="", *, model="dense", balance=SHARED, **others):
-    return Row(name, layout, balance, model, f"{flags} {ROLLOUTS}", ours=(SMALL_BLOCKS,), **others)
-
-
-ROWS = [
-    row("verified", "DP2", balance=f"{SHARED} --balance-verify --balance-record {{run}}/record"),
-    row("recomputed", "TP2-PP2", RECOMPUTED),
-    row("router-losses", "EP2", BY_TOKEN, model="moe"),
-    row("latent", "DP2", f"{LATENT} {UP_PROJECTION}", balance=f"{SHARED} {WEIGHTED}"),
-    row("sharded-bf16", "DP2", SHARDED, precision="bf16", slow=True),
-    row("learned-positions", "DP2", "--position-embedding-type learned_absolute", slow=True),
-    row("core-recomputed", "TP2-SP", "--recompute-granularity selective --recompute-modules core_attn", slow=True),
-    row("dense", "PP2", slow=True),
-    row("recomputed", "PP2-VPP2", RECOMPUTED, slow=True),
-    row("moe", "TP2-EP2", model="moe", slow=True),
-    row("DeepSeek-V3", "EP2", RECOMPUTED, model="DeepSeek-V3", slow=True),
-    row("GLM-4.5", "DP2", model="GLM-4.5", stand_ins=(("families:kernels", {}),), slow=True),
-    row("filled-up", "TP2-SP", balance=f"{SHARED} --balance-shape-bucket 64", slow=True),
-]
-
-
-@pytest.mark.parametrize("row", [case(row) for row in ROWS])
+@pytest.mark.parametrize("row", [case(row) for row in SHARED_ROWS])
 def test_equals_stock(train, row):
     stock = train(row.stock, num_ranks=row.num_ranks, stand_ins=row.stand_ins, leave_out=row.without)
     stand_ins = (*row.stand_ins, *row.ours)
@@ -72,7 +43,7 @@ def assert_shared(ours):
 
 
 def test_a_record_holds_what_is_shared(train):
-    verified = ROWS[0]
+    verified = SHARED_ROWS[0]
     ours = train(f"{verified.stock} {verified.balance}", num_ranks=2, stand_ins=verified.ours)
     steps = read_record(ours.folder / "record").steps
     given = [row["tokens"] for row in ours.of_kind("counted")[0]]
@@ -83,7 +54,7 @@ def test_a_record_holds_what_is_shared(train):
 def test_router_losses_count_a_token_as_often_as_samples_hold_it(train):
     """Of one rank whose micro-batch holds the whole step, so that the losses of routers are of the same samples."""
     cap = SHARED.replace("--max-tokens-per-gpu 256", "--max-tokens-per-gpu 8192")
-    of_one = row("router-losses", "TP2-SP", ROUTER_LOSSES, model="moe")
+    of_one = sharing("router-losses", "TP2-SP", ROUTER_LOSSES, model="moe")
     unshared, shared = (
         train(f"{of_one.stock} {flags}", num_ranks=2, stand_ins=of_one.ours)
         for flags in (cap.replace("--balance-share-prefixes", ""), cap)
@@ -98,7 +69,7 @@ def test_router_losses_count_a_token_as_often_as_samples_hold_it(train):
 
 @pytest.mark.slow
 def test_a_resumed_run_shares_what_it_did(train):
-    dense = row("dense", "DP2")
+    dense = sharing("dense", "DP2")
     flags = f"{dense.stock} {SHARED} --ckpt-format torch"
     whole = train(f"{flags} --save {{run}}/checkpoints --save-interval 2", stand_ins=dense.ours)
     resumed = train(f"{flags} --load {whole.folder}/checkpoints --ckpt-step 2", stand_ins=dense.ours)
@@ -108,13 +79,13 @@ def test_a_resumed_run_shares_what_it_did(train):
 
 
 def test_a_layer_that_ignores_the_tree_ends_the_run(train):
-    dense = row("dense", "DP2")
+    dense = sharing("dense", "DP2")
     with pytest.raises(RunFailed, match="1 of 2 layers attended over shared prefixes"):
         train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:stubborn_layer", {})))
 
 
 def test_a_collision_of_hashes_ends_the_run(train):
-    dense = row("dense", "DP2")
+    dense = sharing("dense", "DP2")
     failed = train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:equal_hashes", {})), fails=True)
     for rows in failed.of_kind("error"):  # on every rank, also where none was found
         assert "by their hashes two samples share" in rows[-1]["text"]
