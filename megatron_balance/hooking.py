@@ -52,6 +52,9 @@ SWITCH = "MEGATRON_BALANCE"
 """Environment variable: 0 in every process turns balancing off, whatever flags and scripts say."""
 
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hook:
     """One function or method to wrap.
@@ -83,6 +86,21 @@ class Hook:
     last: str = "999"
     needed: str = ""
     late: bool = False
+
+    @classmethod
+    def around(cls, target: str, balanced: Function, *settings: Any, **attributes: Any) -> Hook:
+        """A hook that calls `balanced(*settings, stock, …)`, whose named parameters are those it relies on."""
+        parameters = [*inspect.signature(balanced).parameters.values()][len(settings) + 1 :]
+        names = [parameter.name for parameter in parameters if parameter.kind in _BY_NAME]
+
+        def wrap(stock: Function) -> Function:
+            @functools.wraps(stock)
+            def wrapper(*positional: Any, **keywords: Any) -> Any:
+                return balanced(*settings, stock, *positional, **keywords)
+
+            return wrapper
+
+        return cls(target=target, wrap=wrap, **{"parameters": tuple(names), **attributes})
 
     @property
     def home(self) -> str:

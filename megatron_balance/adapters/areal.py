@@ -22,9 +22,8 @@ one rank, with equal bits; evaluation stays on every rank, and nothing changes o
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -102,46 +101,73 @@ def install(
 
 def _hooks(options: ArealOptions) -> list[Hook]:
     """The table: the controller's dispatch, the micro-batches of each worker, and what ranks move among themselves."""
-    return [
-        Hook(
-            target="areal.infra.controller.train_controller:_dispatch_tensors",
-            parameters=("item_list", "dp_size", "group_size"),
-            wrap=lambda _: functools.partial(_dispatch_tensors, options),
+    cost_model, until = options.cost_model, "AReaL removes the launchers that start a process a rank"
+    rows = [
+        Hook.around(
+            "areal.infra.controller.train_controller:_dispatch_tensors",
+            _dispatch_tensors,
+            cost_model,
             reason="balances by our cost, accepts a number of items that is no multiple of the ranks",
         ),
-        Hook(
-            target="areal.utils.data:allocate_balanced_mbs_synced",
-            parameters=("mb_spec", "lens", "group"),
-            wrap=lambda _: functools.partial(_allocate_balanced_mbs_synced, options),
+        Hook.around(
+            "areal.utils.data:allocate_balanced_mbs_synced",
+            _allocate_balanced_mbs_synced,
+            cost_model,
             reason="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
         ),
-        Hook(
-            target="areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
-            wrap=lambda stock: functools.wraps(stock)(_refuse),
+        Hook.around(
+            "areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
+            _refuse,
             reason="the proxy that deals trajectories out and the workers run a fixed command, without hooks",
             until="their command can be chosen",
         ),
-        *_spmd_hooks(options),
+        Hook.around(
+            "areal.infra.dist_rollout:redistribute_trajectories",
+            redistribute,
+            cost_model,
+            reason="balances by our cost, accepts any number of trajectories a rank",
+            until=until,
+        ),
+        Hook.around(
+            f"{_COORDINATOR}._broadcast_and_redistribute_trajectories",
+            _raised_on_all,
+            cost_model,
+            reason="an error of a data-parallel head raises on the ranks that wait for it too",
+            until=until,
+        ),
     ]
+    if options.single_rank_load:
+        reason = "single_rank_load: one rank rolls out, with the data loader and capacity of all; the others wait"
+        rows += [
+            Hook.around(target, balanced, reason=reason, until=until)
+            for target, balanced in (
+                (f"{_COORDINATOR}.rollout_batch", _rolled_out_by_one),
+                (f"{_COORDINATOR}.prepare_batch", _rolled_out_by_one),
+                (f"{_TRAINER}._create_dataloader", _loaded_by_one),
+                (f"{_TRAINER}._init_rollout", _with_whole_capacity),
+            )
+        ]
+    return rows
 
 
-def _dispatch_tensors(options: ArealOptions, item_list: list[Batch], dp_size: int, group_size: int = 1) -> Any:
+def _dispatch_tensors(
+    cost_model: CostModel, _: Function, item_list: list[Batch], dp_size: int, group_size: int = 1
+) -> Any:
     """The items of each worker, and their positions."""
     lengths = [item_lengths(item) for item in item_list]
-    cost_model = options.cost_model
     parts = divide(lengths, dp_size=dp_size, cost_model=cost_model, equal_count=True, unit_size=group_size)
     return [[item_list[index] for index in part] for part in parts], parts
 
 
 def _allocate_balanced_mbs_synced(
-    options: ArealOptions, mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
+    cost_model: CostModel, _: Function, mb_spec: Any, lens: list[int], group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
     """The rows of each micro-batch of this rank."""
     group = group_or_world(group) if dist.is_initialized() else None
     return agreed_microbatches(
         lens,
         max_tokens=mb_spec.max_tokens_per_mb,
-        cost_model=options.cost_model,
+        cost_model=cost_model,
         min_count=mb_spec.n_mbs or 1,
         multiple=mb_spec.n_mbs_divisor,
         flag="max_tokens_per_mb",
@@ -150,50 +176,11 @@ def _allocate_balanced_mbs_synced(
     )
 
 
-def _refuse(*_positional: Any, **_keywords: Any) -> None:
+def _refuse(_: Function, *_positional: Any, **_keywords: Any) -> None:
     raise BalanceError(
         "_version is v2: its processes start without hooks, so nothing would be balanced. Set _version: v1 in the "
         "configuration of each engine, or train without balancing."
     )
-
-
-def _spmd_hooks(options: ArealOptions) -> list[Hook]:
-    """The rows of the redistribution, and of `single_rank_load` where that is asked for."""
-
-    def row(target: str, parameters: str, wrap: Callable[..., Function], reason: str) -> Hook:
-        return Hook(
-            target=target,
-            wrap=functools.partial(wrap, options),
-            parameters=tuple(parameters.split()),
-            reason=reason,
-            until="AReaL removes the launchers that start a process a rank",
-        )
-
-    rows = [
-        row(
-            "areal.infra.dist_rollout:redistribute_trajectories",
-            "trajectories group packing_algorithm",
-            lambda options, _: functools.partial(redistribute, options),
-            "balances by our cost, accepts any number of trajectories a rank",
-        ),
-        row(
-            f"{_COORDINATOR}._broadcast_and_redistribute_trajectories",
-            "self trajectories",
-            _raised_on_all,
-            "an error of a data-parallel head raises on the ranks that wait for it too",
-        ),
-    ]
-    if options.single_rank_load:
-        reason = "single_rank_load: one rank rolls out, with the data loader and capacity of all; the others wait"
-        rows += [
-            row(f"{_COORDINATOR}.rollout_batch", "self workflow group_size", _rolled_out_by_one, reason),
-            row(f"{_COORDINATOR}.prepare_batch", "self workflow group_size", _rolled_out_by_one, reason),
-            row(
-                f"{_TRAINER}._create_dataloader", "self dataset dataset_config rank world_size", _loaded_by_one, reason
-            ),
-            row(f"{_TRAINER}._init_rollout", "self rollout_config is_eval", _with_whole_capacity, reason),
-        ]
-    return rows
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -222,7 +209,11 @@ def _agreed(outcome: Outcome | Failure, *, group: dist.ProcessGroup) -> Outcome:
 
 
 def redistribute(
-    options: ArealOptions, trajectories: Any, group: dist.ProcessGroup | None = None, packing_algorithm: str = "ffd"
+    cost_model: CostModel,
+    stock: Function,
+    trajectories: Any,
+    group: dist.ProcessGroup | None = None,
+    packing_algorithm: str = "ffd",
 ) -> Any:
     """The trajectories of all heads balanced, as AReaL's RedistributedData; `packing_algorithm` is not asked."""
     from areal.infra.dist_rollout import RedistributedData
@@ -236,7 +227,7 @@ def redistribute(
     # From here on all ranks know the same, so an error raises on every one. Bytes are of ranks of this run.
     all_data = [trajectory for content in contents for trajectory in pickle.loads(content)]  # noqa: S301
     lengths = [sequence_lengths(trajectory) for trajectory in all_data]
-    parts = divide(lengths, dp_size=group.size(), cost_model=options.cost_model, equal_count=False)
+    parts = divide(lengths, dp_size=group.size(), cost_model=cost_model, equal_count=False)
     device = buffer_device(group)
     data = [tree_map_only(Tensor, lambda tensor: tensor.to(device), all_data[index]) for index in parts[group.rank()]]
     return RedistributedData(all_data=all_data, data=data, rank=group.rank(), group_indices=parts)
@@ -249,36 +240,28 @@ def _pickled(trajectories: Sequence[Batch]) -> bytes:
     return pickle.dumps([tree_map_only(Tensor, copied, trimmed(trajectory)) for trajectory in trajectories])
 
 
-def _raised_on_all(options: ArealOptions, method: Function) -> Function:
-    @functools.wraps(method)
-    def wrapper(self: Any, trajectories: list[Batch] | None) -> list[Batch]:
-        moved = None
-        if trajectories is not None:
-            moved = attempt(redistribute, options, trajectories, self.train_engine.data_parallel_group)
-        return method(self, _agreed(moved, group=group_or_world(self.train_engine.cpu_group)))
-
-    return wrapper
+def _raised_on_all(cost_model: CostModel, stock: Function, self: Any, trajectories: list[Batch] | None) -> list[Batch]:
+    moved = None
+    if trajectories is not None:
+        moved = attempt(redistribute, cost_model, stock, trajectories, self.train_engine.data_parallel_group)
+    return stock(self, _agreed(moved, group=group_or_world(self.train_engine.cpu_group)))
 
 
 # single_rank_load ----------------------------------------------------------------------------------------------------
 
 
-def _rolled_out_by_one(_: ArealOptions, method: Function) -> Function:
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> list[Batch]:
-        engine = self.train_engine
-        if engine.data_parallel_world_size == 1:
-            return method(self, *args, **kwargs)
-        if not hasattr(self, "_balance_waiting_group"):
-            self._balance_waiting_group = dist.new_group(backend="gloo", timeout=MAX_WAIT)
-        # Engines have the method with the same parameters.
-        roll_out = getattr(self.rollout_engine, method.__name__)
-        rollouts = attempt(roll_out, *args, **kwargs) if _is_first(engine) else []
-        waiting_group: Any = self._balance_waiting_group
-        trajectories = _agreed(rollouts, group=waiting_group)
-        return self._broadcast_and_redistribute_trajectories(trajectories if engine.is_data_parallel_head() else None)
-
-    return wrapper
+def _rolled_out_by_one(stock: Function, self: Any, *args: Any, **kwargs: Any) -> list[Batch]:
+    engine = self.train_engine
+    if engine.data_parallel_world_size == 1:
+        return stock(self, *args, **kwargs)
+    if not hasattr(self, "_balance_waiting_group"):
+        self._balance_waiting_group = dist.new_group(backend="gloo", timeout=MAX_WAIT)
+    # Engines have the method with the same parameters.
+    roll_out = getattr(self.rollout_engine, stock.__name__)
+    rollouts = attempt(roll_out, *args, **kwargs) if _is_first(engine) else []
+    waiting_group: Any = self._balance_waiting_group
+    trajectories = _agreed(rollouts, group=waiting_group)
+    return self._broadcast_and_redistribute_trajectories(trajectories if engine.is_data_parallel_head() else None)
 
 
 def _is_first(engine: Any) -> bool:
@@ -306,33 +289,25 @@ class IdleDataLoader:
         """Accepts an empty state."""
 
 
-def _loaded_by_one(_: ArealOptions, create: Function) -> Function:
-    @functools.wraps(create)
-    def wrapper(self: Any, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
-        from areal.api.cli_args import ValidDatasetConfig
+def _loaded_by_one(stock: Function, self: Any, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
+    from areal.api.cli_args import ValidDatasetConfig
 
-        if world_size == 1 or isinstance(dataset_config, ValidDatasetConfig):
-            return create(self, dataset, dataset_config, rank=rank, world_size=world_size)
-        whole = create(self, dataset, dataset_config, rank=0, world_size=1)
-        # Of another rank only the length is needed; it reads nothing until it is iterated.
-        return whole if _is_first(self.actor) else IdleDataLoader(len(whole), dataset_config.batch_size)
-
-    return wrapper
+    if world_size == 1 or isinstance(dataset_config, ValidDatasetConfig):
+        return stock(self, dataset, dataset_config, rank=rank, world_size=world_size)
+    whole = stock(self, dataset, dataset_config, rank=0, world_size=1)
+    # Of another rank only the length is needed; it reads nothing until it is iterated.
+    return whole if _is_first(self.actor) else IdleDataLoader(len(whole), dataset_config.batch_size)
 
 
-def _with_whole_capacity(_: ArealOptions, init: Function) -> Function:
-    @functools.wraps(init)
-    def wrapper(self: Any, rollout_config: Any, is_eval: bool = False, **kwargs: Any) -> Any:
-        dp_size = self.actor.data_parallel_world_size
-        if dp_size > 1 and not is_eval and _is_first(self.actor):
-            # AReaL divides both by the number of data-parallel ranks.
-            rollout_config = copy.deepcopy(rollout_config)
-            rollout_config.consumer_batch_size *= dp_size
-            if rollout_config.max_concurrent_rollouts is not None:  # None means consumer_batch_size
-                rollout_config.max_concurrent_rollouts *= dp_size
-        return init(self, rollout_config, is_eval, **kwargs)
-
-    return wrapper
+def _with_whole_capacity(stock: Function, self: Any, rollout_config: Any, is_eval: bool = False, **kwargs: Any) -> Any:
+    dp_size = self.actor.data_parallel_world_size
+    if dp_size > 1 and not is_eval and _is_first(self.actor):
+        # AReaL divides both by the number of data-parallel ranks.
+        rollout_config = copy.deepcopy(rollout_config)
+        rollout_config.consumer_batch_size *= dp_size
+        if rollout_config.max_concurrent_rollouts is not None:  # None means consumer_batch_size
+            rollout_config.max_concurrent_rollouts *= dp_size
+    return stock(self, rollout_config, is_eval, **kwargs)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ At the end of the data all whole dispatches leave.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections import deque
@@ -107,32 +106,17 @@ def install(
 def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
     reason = "gives the samples of a dispatch to ranks in turn, whatever their lengths"
-    rows: list[tuple[Function, str, str]] = [(_partition_results, "results", reason)]
+    rows: list[tuple[Function, str]] = [(_partition_results, reason)]
     if settings.approach != "A" and settings.window > 1:
-        rows.append((try_dispatch_batch, "", "takes the oldest samples of the pool"))
-        rows.append((get_status, "", "reports what the choice delays"))
+        rows.append((try_dispatch_batch, "takes the oldest samples of the pool"))
+        rows.append((get_status, "reports what the choice delays"))
     if settings.approach == "C":
-        rows.append((_prepare_dataset, "skip", "orders the prompts of an epoch, at random"))
+        rows.append((_prepare_dataset, "orders the prompts of an epoch, at random"))
+    controller = f"{CONTROLLER}:AsyncTrainingController"
     return [
-        Hook(
-            target=f"{CONTROLLER}:AsyncTrainingController.{balanced.__name__}",
-            owner=_controller_class,
-            wrap=functools.partial(_method, settings, balanced),
-            reason=reason,
-            parameters=("self", *parameters.split()),
-        )
-        for balanced, parameters, reason in rows
+        Hook.around(f"{controller}.{balanced.__name__}", balanced, settings, owner=_controller_class, reason=reason)
+        for balanced, reason in rows
     ]
-
-
-def _method(settings: Settings, balanced: Function, stock: Function) -> Function:
-    """The controller's method, by a function of the settings, its stock method and the controller."""
-
-    @functools.wraps(stock)
-    def wrapper(controller: Any, *positional: Any, **keywords: Any) -> Any:
-        return balanced(settings, functools.partial(stock, controller), controller, *positional, **keywords)
-
-    return wrapper
 
 
 def _controller_class() -> Any:
@@ -154,56 +138,56 @@ def _controller_class() -> Any:
     return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
 
-def _partition_results(settings: Settings, stock: Function, controller: Any, results: list[Any]) -> list[list[Any]]:
+def _partition_results(settings: Settings, stock: Function, self: Any, results: list[Any]) -> list[list[Any]]:
     """By length; TorchSpec's own at micro_batch_size 1, where there is nothing to choose."""
-    count, remainder = divmod(len(results), controller.dp_size)
-    if min(count, getattr(controller.args, "micro_batch_size", count)) <= 1 or remainder or controller.dp_size == 1:
-        return stock(results)
+    count, remainder = divmod(len(results), self.dp_size)
+    if min(count, getattr(self.args, "micro_batch_size", count)) <= 1 or remainder or self.dp_size == 1:
+        return stock(self, results)
     lengths = [_result_length(result) for result in results]
-    ranks = assign_ranks(lengths, dp_size=controller.dp_size, cost=settings.cost, turn=controller.batch_id)
+    ranks = assign_ranks(lengths, dp_size=self.dp_size, cost=settings.cost, turn=self.batch_id)
     return [[results[position] for position in positions] for positions in ranks]
 
 
-def _prepare_dataset(settings: Settings, stock: Function, controller: Any, skip: int = 0) -> list[Any]:
+def _prepare_dataset(settings: Settings, stock: Function, self: Any, skip: int = 0) -> list[Any]:
     """Samples sorted into buckets of similar lengths; called before the first step."""
-    if not getattr(controller, "_shuffle_dataset", True):
+    if not getattr(self, "_shuffle_dataset", True):
         raise BalanceError(
             "shuffle_dataset is false, and approach C orders the prompts by length: set it to true, or use approach B."
         )
     # The whole epoch: skipping applies to the order made here.
-    samples = stock(skip=0)
+    samples = stock(self, skip=0)
     order = bucketed_order(
         _data_lengths(samples),
-        batch_size=controller.dispatch_batch_size,
+        batch_size=self.dispatch_batch_size,
         bucket_batches=settings.bucket_batches,
-        seed=controller._dataset_seed,
-        epoch=controller._dataset_epoch,
+        seed=self._dataset_seed,
+        epoch=self._dataset_epoch,
     )
     return [samples[index] for index in order[max(skip, 0) :].tolist()]
 
 
-def try_dispatch_batch(settings: Settings, stock: Function, controller: Any) -> bool:
+def try_dispatch_batch(settings: Settings, stock: Function, self: Any) -> bool:
     """A dispatch chosen among several dispatches' worth of samples."""
-    window = _window_of(controller, settings)
+    window = _window_of(self, settings)
     # The controller raises a failed inference at once.
-    if controller._inference_error is None:
-        if window.holds_back(controller):
+    if self._inference_error is None:
+        if window.holds_back(self):
             return False
-        with controller._pool_lock:
-            pool = controller.sample_pool
+        with self._pool_lock:
+            pool = self.sample_pool
             # TorchSpec's own function would return the same; no sample may come in between.
-            if len(pool) < controller.dispatch_batch_size:
+            if len(pool) < self.dispatch_batch_size:
                 return False
             window.arrange(pool, lengths=[_result_length(result) for result in pool])
     # Samples pushed from here on go to the end of the pool, behind those that leave.
-    return stock()
+    return stock(self)
 
 
-def get_status(settings: Settings, stock: Function, controller: Any) -> dict[str, Any]:
+def get_status(settings: Settings, stock: Function, self: Any) -> dict[str, Any]:
     """The delays that choosing causes as well; `get_full_status` asks for it."""
-    window = _window_of(controller, settings)
+    window = _window_of(self, settings)
     return {
-        **stock(),
+        **stock(self),
         "balance_max_delay_dispatches": window.max_delay_seen,
         "balance_mean_delay_dispatches": window.mean_delay,
         "balance_delay_limit_dispatches": window.max_delay,
