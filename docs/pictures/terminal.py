@@ -1,16 +1,17 @@
-"""Draws terminal.svg: what `compare` prints on a terminal with rich (`pip install '.[cli]'`)."""
+"""Draws terminal.svg: what `compare` prints on a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-from megatron_balance.cli import main, terminal
+from megatron_balance.cli import main
 
 PICTURE = Path(__file__).with_suffix(".svg")
 COMMAND = (
@@ -19,20 +20,14 @@ COMMAND = (
 )
 
 
-class Terminal(Console):
-    """It wraps lines, as a terminal does."""
-
-    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-        """Print, and leave `soft_wrap` out."""
-        super().print(*objects, **options)
-
-
 def picture() -> str:
     """The terminal after the command; the milliseconds of a plan are those of this machine."""
-    console = Terminal(record=True, width=126, file=io.StringIO(), force_terminal=True)
-    terminal._rich = lambda stream: console if stream is sys.stdout else None  # a bar would stay in the picture
+    console = Console(record=True, width=126, file=io.StringIO(), force_terminal=True)
     console.print(f"$ megatron-balance {COMMAND}", style="bold cyan", highlight=False)
-    assert main(COMMAND.split()) == 0
+    os.environ["FORCE_COLOR"] = "1"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(COMMAND.split()) == 0
+    console.print(Text.from_ansi(printed.getvalue()))
     svg = console.export_svg(title="megatron-balance compare", clear=False)
     # The fonts would be fetched from a server.
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)

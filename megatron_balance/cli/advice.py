@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_balance.cli.data import recorded_batches
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
-from megatron_balance.cli.terminal import progress
+from megatron_balance.cli.terminal import show_progress
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.rules import problems
 from megatron_balance.record import RunRecord
@@ -169,20 +169,19 @@ def _results(
     """Plans on these ranks at several caps that no rule refuses, and that put at most `room` tokens on a GPU."""
     cap = record.info.limits.max_tokens_per_gpu or 1
     caps = sorted({size for size in (cap // 2, cap, 2 * cap, record.measured_cap or cap) if 0 < size <= room})
-    with progress("planning other settings", total=len(caps) * len(topologies)) as show:
-        for index, (topology, size) in enumerate(itertools.product(topologies, caps)):
-            show(index)
-            flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {size} --balance-data --balance-cost flops"
-            flags += " --balance-dynamic-cp" * topology.dynamic_cp
-            cost_model = comparison.costs.planning("seconds", topology)
-            policy = Policy("", flags, cost_model, dynamic_cp=topology.dynamic_cp)
-            setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(size))
-            if problems(setting.options(policy)):
-                continue
-            batches = recorded_batches(record, steps=len(as_it_ran.steps), dp_size=topology.dp_size).steps
-            result = setting.judge(policy, list(setting.plan(policy, batches)))
-            if _tokens_per_gpu(result) <= room:
-                yield result
+    for topology, size in itertools.product(topologies, caps):
+        flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {size} --balance-data --balance-cost flops"
+        flags += " --balance-dynamic-cp" * topology.dynamic_cp
+        show_progress(f"planning {flags}")
+        policy = Policy("", flags, comparison.costs.planning("seconds", topology), dynamic_cp=topology.dynamic_cp)
+        setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(size))
+        if problems(setting.options(policy)):
+            continue
+        batches = recorded_batches(record, steps=len(as_it_ran.steps), dp_size=topology.dp_size).steps
+        result = setting.judge(policy, list(setting.plan(policy, batches)))
+        if _tokens_per_gpu(result) <= room:
+            yield result
+    show_progress()
 
 
 def _tokens_per_gpu(result: PolicyResult) -> int:

@@ -28,8 +28,8 @@ from megatron_balance.cli.terminal import (
     integer,
     output_file,
     print_table,
-    progress,
     say,
+    show_progress,
 )
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.errors import BalanceError
@@ -177,13 +177,13 @@ def _compare(args: argparse.Namespace) -> bytes:
             say(f"Note: {note}", style="yellow")
     results: list[PolicyResult] = []
     row_tokens, num_steps = batches.steps[0].row_tokens, len(batches.steps)
-    with progress("planning global batches", total=len(policies) * num_steps) as show:
-        for policy in policies:
-            steps = []
-            for step in comparison.plan(policy, batches.steps):
-                steps.append(step)
-                show(len(results) * num_steps + len(steps))
-            results.append(comparison.judge(policy, steps, row_tokens=row_tokens))
+    for policy in policies:
+        steps = []
+        for step in comparison.plan(policy, batches.steps):
+            steps.append(step)
+            show_progress(f"{policy.name}: planned {len(steps)} of {num_steps} steps")
+        results.append(comparison.judge(policy, steps, row_tokens=row_tokens))
+    show_progress()
     stock = results[0]
     advised, sentences = recommend(results, comparison=comparison, record=record)
     bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None

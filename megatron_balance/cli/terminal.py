@@ -1,6 +1,6 @@
 """Checks the values of flags and the files to write, and prints text, tables and progress.
 
-With rich, on a terminal, output is in colour; else it is the same text, plain.
+On a terminal output is in colour; else it is the same text, plain.
 
 Invariants: nothing that a file holds reaches the terminal with control characters; an output destroys no input, and no
 file that is not an earlier output.
@@ -9,13 +9,10 @@ file that is not an earlier output.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MAX_LENGTH
@@ -83,21 +80,19 @@ def in_a_line(text: str, *, length: int = 400) -> str:
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
-def _rich(stream: TextIO) -> Any:
-    """A console of rich on a terminal, where it is installed, else None."""
-    with contextlib.suppress(ImportError):
-        if stream.isatty() or os.environ.get("FORCE_COLOR"):
-            return importlib.import_module("rich.console").Console(file=stream)
-    return None
+_STYLES = {"bold": "1", "dim": "2", "yellow": "33", "bold green": "1;32"}
 
 
 def say(text: object = "", *, style: str = "") -> None:
-    """Print text, in one of rich's styles."""
-    console, line = _rich(sys.stdout), printable(str(text))
-    if console is None:
-        print(line)
-    else:
-        console.print(line, style=style or None, markup=False, highlight=False, soft_wrap=True)
+    """Print text; on a terminal in a style."""
+    line, is_coloured = printable(str(text)), sys.stdout.isatty() or os.environ.get("FORCE_COLOR")
+    print(f"\x1b[{_STYLES[style]}m{line}\x1b[0m" if style and is_coloured else line)
+
+
+def show_progress(text: str = "") -> None:
+    """Show on a terminal how far long work is, in a line that the next one replaces; without text it goes."""
+    if sys.stderr.isatty():
+        print(f"{text}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, strong: str = "") -> None:
@@ -109,15 +104,3 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, str
     say("  ".join("-" * width for width in widths), style="dim")
     for row, line in zip(cells[1:], lines[1:], strict=True):
         say(line, style="bold green" if row[0] == strong else "")
-
-
-@contextlib.contextmanager
-def progress(words: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A function that shows with rich on a terminal how far long work is; it leaves nothing behind."""
-    console = _rich(sys.stderr)
-    if console is None:
-        yield lambda count: None
-        return
-    with importlib.import_module("rich.progress").Progress(console=console, transient=True) as bars:
-        task = bars.add_task(words, total=total)
-        yield lambda count: bars.update(task, completed=count, description=f"{words}: {count}")
