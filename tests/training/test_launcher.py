@@ -119,6 +119,7 @@ COMMANDS = {
     "run_rl_areal.sh": ["gsm8k_rl.py", "config of mine.yaml", "Qwen3-8B"],
     "run_sft_trl.sh": ["model", "data of mine"],
     "bench": ["cluster", "--", "pretrain_gpt.py", "--data-path", "data of mine"],
+    "slurm_two_nodes.sbatch": ["pretrain_gpt.py", "--data-path", "data of mine", "--balance"],
 }
 """Of each launch script its arguments."""
 
@@ -138,7 +139,7 @@ def dry_run(tmp_path):
 
 
 def test_every_launch_script_is_in_the_table():
-    assert {*COMMANDS} - {"bench"} == {path.name for path in SCRIPTS.glob("run_*.sh")}
+    assert {*COMMANDS} - {"bench"} == {path.name for path in SCRIPTS.glob("*_*.s[hb]*")}
 
 
 @pytest.mark.parametrize("script", COMMANDS)
