@@ -138,8 +138,10 @@ def _measured_record(turns: Recorded, *, costs: CostModel) -> RunRecord:
     indices = [index for index in range(TRAIN_ITERS["turns"]) if policy_of_step(index) == "dynamic-cp"]
     meetings = zip(*(indices[meeting] for meeting in MEASURED), strict=True)
     quicker = [min((steps_of[index] for index in pair), key=lambda step: busiest[step.iteration]) for pair in meetings]
-    info = replace(info, cost_model=costs, cost_name="seconds")
-    return RunRecord(info, tuple(replace(step, cost_model=costs) for step in quicker))
+    texts = {key: text.replace(f"{ROOT}/", "") for key, text in info.environment.items() if isinstance(text, str)}
+    info = replace(info, cost_model=costs, cost_name="seconds", environment={**info.environment, **texts})
+    steps = sorted(quicker, key=lambda step: step.iteration)
+    return RunRecord(info, tuple(replace(step, cost_model=costs) for step in steps))
 
 
 def _cpu_seconds(turns: Recorded) -> NDArray[np.float64]:

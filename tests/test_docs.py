@@ -287,7 +287,7 @@ def test_the_picture_of_the_quickstart_is_of_the_published_run():
     picture = (DOCS / "pictures" / "before_after_dark.svg").read_text()
     for name, figures in published.items():
         assert f"{figures['cpu_speedup']:.2f}×" in section_of_results("quickstart"), name
-        if name not in ("packed", "balance-data"):
+        if name in ("stock", "dynamic-cp"):
             assert f"{figures['busiest_cpu_seconds']:.2f} s a step" in picture, name
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from panels import Bar, Panel
 
 RESULT = Path(__file__).parents[2] / "build" / "quickstart" / "result.json"
-POLICIES = {"stock": "Stock Megatron", "by-flops": "Balanced by FLOPs", "dynamic-cp": "With dynamic CP"}
+POLICIES = {"stock": "Stock Megatron", "dynamic-cp": "Balanced"}
 
 
 def panel(title: str, seconds: NDArray[np.float64], *, longest: float) -> Panel:

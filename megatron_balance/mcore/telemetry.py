@@ -230,7 +230,7 @@ def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
     recompute = {} if granularity is None else {"recompute": granularity}
     inputs = {"date": date.today().isoformat(), "command": shlex.join(sys.argv)}
     if args is not None:
-        inputs["model"] = f"{args.num_layers} layers of {args.hidden_size}"
+        inputs["model"] = f"of {args.num_layers} layers, hidden size {args.hidden_size}"
         inputs["data"] = " ".join(getattr(args, "data_path", None) or ())
     return RunInfo(
         topology=settings.topology,
