@@ -10,8 +10,9 @@ from recorded_runs import record_writers, run_info
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
 from megatron_balance.cost.calibration import Calibration, fit_microbatches
+from megatron_balance.planner import Forest
 from megatron_balance.record import StepRecord, read_record
-from megatron_balance.record.fit import measurements
+from megatron_balance.record.fit import fit_record, measurements
 
 FLOPS = CostModel(linear=2000, quadratic=1, per_microbatch=5000, cp_exchange=300)
 TRUTH = {"per_microbatch": 3e-3, "per_token": 4e-6, "per_core": 3e-9, "per_received": 2e-5}
@@ -75,6 +76,34 @@ def test_known_seconds_come_back(tmp_path, capsys, topology, ranks):
     told = re.search(r"r = ([\d.]+):", printed)
     assert told is not None
     assert float(told.group(1)) == pytest.approx(RATE / TRUTH["per_core"] / (2000 / TRUTH["per_token"]), rel=0.1)
+
+
+def test_a_shared_prompt_takes_its_seconds_once(tmp_path):
+    """Fault: it was fitted as if each of its samples took them."""
+    rng, groups, info = np.random.default_rng(3), np.arange(96) // 8, run_info(Topology(2), limits=Limits(4096))
+    with record_writers(tmp_path, info, num_ranks=2) as writers:
+        for iteration in range(1, 13):
+            prompts = rng.integers(50, 900, 12)[groups]
+            lengths = prompts + rng.integers(50, 900, 96)
+            forest = Forest.from_prompts(lengths, prompt_tokens=prompts, groups=groups)
+            options = {"cost_model": info.cost_model, "topology": info.topology, "limits": info.limits}
+            schedule = build_data_schedule(lengths, forest=forest, **options)
+            writers[0].add_step(StepRecord.from_schedule(schedule, iteration=iteration))
+            for writer, slots in zip(writers, schedule.ranks, strict=True):
+                seconds = [
+                    TRUTH["per_microbatch"]
+                    + sum(of_tokens(lengths[sample]) - of_tokens(prompts[sample]) for sample in slot)
+                    + sum(of_tokens(prompts[8 * group]) for group in {int(groups[sample]) for sample in slot})
+                    for slot in slots
+                ]
+                writer.add_seconds(iteration, seconds=np.array(seconds))
+    calibration = fit_record(read_record(tmp_path))[1]
+    assert calibration.costs.linear / 1e18 == pytest.approx(TRUTH["per_token"], rel=1e-3)
+    assert calibration.costs.quadratic / 1e18 == pytest.approx(TRUTH["per_core"], rel=1e-3)
+
+
+def of_tokens(tokens):
+    return TRUTH["per_token"] * tokens + TRUTH["per_core"] * float(tokens) ** 2
 
 
 def test_a_pipeline_pays_for_launches_on_every_stage(tmp_path):

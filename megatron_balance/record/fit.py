@@ -81,7 +81,9 @@ def _step_measurements(step: StepRecord, *, info: RunInfo, first_slot: int) -> M
         mask = size_of == size
         ranks = topology.with_cp_size(size) if topology.dynamic_cp else topology
         padded[mask] = ranks.padded_seq_len(step.segments[mask])
-    tokens = np.bincount(slots, weights=padded / size_of, minlength=grid.size).reshape(grid.shape)
+    # Samples of a forest add what they do not share with those before them.
+    shared_tokens = np.zeros_like(padded) if step.forest is None else padded - step.computed_lengths
+    tokens = np.bincount(slots, weights=(padded - shared_tokens) / size_of, minlength=grid.size).reshape(grid.shape)
     linear = cost_model.linear + cost_model.expert_linear
     shared = cost_model.expert_linear / linear if linear and not topology.dynamic_cp else 0.0
     if shared:  # expert-parallel ranks compute the tokens of routed experts together
@@ -98,7 +100,7 @@ def _step_measurements(step: StepRecord, *, info: RunInfo, first_slot: int) -> M
         slots=owners[mask] + first_slot,
         tokens=tokens.ravel()[owners[mask]],
         microbatch_of=slots + first_slot,
-        core=attention.local_cost(padded).astype(np.float64) / size_of,
+        core=(attention.local_cost(padded) - attention.local_cost(shared_tokens)).astype(np.float64) / size_of,
         received=padded * (size_of - 1) / size_of,
     )
 
