@@ -22,6 +22,7 @@ BENCHMARKS = {
     "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",
     "cluster": "benchmarks.cluster",
+    "speeds": "benchmarks.speeds",
     "gpu": "benchmarks.gpu",
     "sft": "benchmarks.sft.command",
     "dynamic_cp": "benchmarks.dynamic_cp.command",

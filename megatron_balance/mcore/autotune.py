@@ -36,6 +36,7 @@ from megatron_balance.mcore.telemetry import allowed_tokens, largest_tokens, run
 from megatron_balance.planner import build_data_schedule
 from megatron_balance.record import RunRecord, StepRecord, line_of, step_of, text_of
 from megatron_balance.record.fit import fit_record
+from megatron_balance.record.step import rank_slowdowns
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.log import log_info, warn_once
 
@@ -49,8 +50,8 @@ NOISE = 0.05
 """Part of what a device allows that the cap leaves as well: the next micro-batch of as many tokens may take more."""
 
 State = dict[str, Any]
-"""`wanted` settings, `end` the last of the steps, `costs` a calibration, `cap`; on rank 0 alone `steps`, lines of a
-record with `nanoseconds`, from which they are found."""
+"""`wanted` settings, `end` the last of the steps, `costs` a calibration, `cap`, `speeds` of ranks; on rank 0 alone
+`steps`, lines of a record with `nanoseconds`, from which they are found."""
 
 
 class Autotuner:
@@ -138,12 +139,14 @@ class Autotuner:
             settings = replace(settings, costs=settings.costs_of(calibration=calibration))
             for line in settings.costs.log_lines:
                 log_info(line)
+        if (speeds := tuple(self._state.get("speeds", ()))) != settings.speeds:
+            settings = replace(settings, speeds=speeds)
         self._settings = settings.with_cap(self._state["cap"]) if "cap" in self._state else settings
 
     def _first_state(self, iteration: int) -> State:
         """What the checkpoint holds, or nothing yet; where other settings are wanted they are found anew."""
         settings, state = self._settings, json.loads(getattr(self._args, STATE, None) or "{}")
-        for name in {"costs", "cap"}.difference(settings.tuned):
+        for name in {"costs", "cap", "speeds"}.difference(settings.tuned):
             state.pop(name, None)
         if found := [name for name in settings.tuned if name in state]:
             log_info(f"auto: plans by the {' and '.join(found)} that the run had found at its checkpoint.")
@@ -152,8 +155,9 @@ class Autotuner:
                 self._most = int(self._file.read_text())
                 self._first_cap = min(self._first_cap, self._most)
             state["cap"] = min(state.get("cap", self._first_cap), self._most)
-        wanted = [settings.tuned_steps, *settings.tuned]
+        wanted = [settings.tuned_steps, *settings.tuned, settings.topology.dp_size * ("speeds" in settings.tuned)]
         if state.get("wanted") != wanted:
+            state.pop("speeds", None)  # of other ranks, maybe
             state |= {"wanted": wanted, "end": iteration - 1 + settings.tuned_steps, "steps": []}
         return state
 
@@ -167,6 +171,8 @@ class Autotuner:
         state = state | {"steps": []}
         if "costs" in self._settings.tuned:
             state |= self._fitted(RunRecord(info, tuple(steps)))
+        if "speeds" in self._settings.tuned:
+            state["speeds"] = _speeds(steps)
         if "cap" in state:
             state["cap"] = self._smallest_cap(steps, largest=state["cap"])
         return state
@@ -211,6 +217,20 @@ class Autotuner:
             f"{self._first_cap} they were {before:.4g}."
         )
         return cap
+
+
+def _speeds(steps: Sequence[StepRecord]) -> list[int]:
+    """Of data-parallel ranks, per mille of the median one's; empty where no step was measured on all of them."""
+    costs, seconds = (np.array([getattr(step, name).sum(axis=1) for step in steps]) for name in ("costs", "seconds"))
+    slowdowns = rank_slowdowns(costs, seconds=seconds)
+    if np.isnan(slowdowns).any():
+        return []
+    speeds = (1000 / slowdowns).round().astype(int)
+    log_info(
+        f"--balance-rank-speeds, steps {steps[0].iteration} to {steps[-1].iteration}: data-parallel ranks do from "
+        f"{speeds.min() / 10:g} to {speeds.max() / 10:g} % of what the median rank does, and carry as much from now on."
+    )
+    return speeds.tolist()
 
 
 def _planned(step: StepRecord, settings: Settings) -> StepRecord:

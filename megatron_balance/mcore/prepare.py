@@ -32,6 +32,7 @@ from megatron_balance.mcore.plan_process import PlanProcess
 from megatron_balance.mcore.setup.layout import RankCoords
 from megatron_balance.mcore.setup.settings import Settings, filled_tokens
 from megatron_balance.planner import DataSchedule, Forest, Images
+from megatron_balance.planner.speeds import with_speeds
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import (
@@ -275,7 +276,7 @@ class StepBuilder:
         return replace(samples, values=np.hstack(values))
 
     def _plan(self, gathered: GatheredLengths, *, forest: Forest | None) -> DataSchedule:
-        return self.plans.plan(
+        schedule = self.plans.plan(
             num_samples=len(gathered.lengths),
             lengths=gathered.lengths,
             image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
@@ -283,6 +284,7 @@ class StepBuilder:
             forest=forest,
             **self.settings.planning,
         )
+        return with_speeds(schedule, self.settings.speeds) if self.settings.speeds else schedule
 
 
 def _split_item(item: Any, *, unpad: int | str | None) -> Samples:

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 from table import BY_TOKENS, MODELS, RECORDED, ROWS
 from test_matrix import microbatches
@@ -115,6 +116,17 @@ def test_costs_stay_where_too_few_steps_were_measured(train):
     (line,) = lines_of(run)
     assert "costs stay as they are: the record has" in line
     assert microbatches(run) == microbatches(tuned(train, "flops"))
+
+
+def test_slow_ranks_get_less_work(train: KeptRuns) -> None:
+    """Rank 1 takes a fifth longer for it; a resumed run weighs by it from its first step."""
+    flags = f"flops {RECORDED} --balance-rank-speeds --train-iters 13 --save {{run}}/checkpoints --save-interval 11"
+    run = tuned(train, f"{flags} --ckpt-format torch", stand_ins=made_up(launch=0.0, squared=0.0, slowness=[1.0, 1.2]))
+    ratios = [np.divide(*step.costs.sum(axis=1)) for step in read_record(run.folder / "record").steps]
+    assert np.median(ratios[:10]) == pytest.approx(1, abs=0.02)
+    assert np.median(ratios[10:]) == pytest.approx(1.2, abs=0.05)
+    load = f"flops --balance-rank-speeds --train-iters 13 --load {run.folder}/checkpoints --ckpt-format torch"
+    assert microbatches(tuned(train, f"{load} --ckpt-step 11")) == [steps[11:] for steps in microbatches(run)]
 
 
 MIB = 2**20

@@ -89,6 +89,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "they predict steps left out of the fit worse. With FLOPs and seconds packs are of even cost, not filled "
         "first-fit.",
     )
+    add(
+        "--balance-rank-speeds",
+        action="store_true",
+        help="After ten steps (K with --balance-cost auto:K) give data-parallel ranks work by their measured speeds, "
+        "where they wait for one another once a step.",
+    )
     by_flops: dict[str, Any] = {"action": "store_const", "dest": "balance_cost"}
     add("--balance-by-flops", const="flops", help="The same as --balance-cost flops.", **by_flops)
     add("--no-balance-by-flops", const="tokens", help="The same as --balance-cost tokens.", **by_flops)

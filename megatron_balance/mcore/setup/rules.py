@@ -85,6 +85,7 @@ def autotuned(options: Options) -> tuple[int, tuple[str, ...]]:
     match = re.fullmatch(r"auto(?::([1-9]\d*))?", str(options.get("balance_cost")))
     finds_cap = options.get("balance_auto_cap") and options.get("use_dynamic_batch_size")
     kinds = ("costs",) * bool(match) + ("cap",) * bool(finds_cap)
+    kinds += ("speeds",) * bool(options.get("balance_rank_speeds"))
     return int((match and match[1]) or TUNED_STEPS) * bool(kinds), kinds
 
 
@@ -261,7 +262,10 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "delta_net": ((*_VARIANTS, *_PATTERNS), has_delta_net),
     "mamba": (_PATTERNS, _layers("M")),
     "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
-    "autotuned": (("balance_cost", "balance_auto_cap"), lambda options: autotuned(options)[0] > 0),
+    "autotuned": (
+        ("balance_cost", "balance_auto_cap", "balance_rank_speeds"),
+        lambda options: autotuned(options)[0] > 0,
+    ),
     "stock_evaluation": (
         (),
         lambda options: options["balance_evaluation"] is False or options["balance_dynamic_cp"] is not None,

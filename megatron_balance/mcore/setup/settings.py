@@ -83,6 +83,7 @@ class Settings:
     num_rows: int | None = None
     tuned_steps: int = 0  # in which `tuned` settings are found: costs, cap
     tuned: tuple[str, ...] = ()
+    speeds: tuple[int, ...] = ()  # of data-parallel ranks, by which plans are weighed
     costs_of: Callable[..., RunCosts] = field(default=RunCosts, repr=False)  # by a `calibration` that the run finds
     resumes: bool = field(default=False, repr=False)
     record: str | None = field(default=None, repr=False)
