@@ -51,7 +51,10 @@ def _losses(topology: Topology, *, folder: Path | None) -> dict[str, list[float]
             for _ in range(NUM_DRAWS):
                 speeds = 1 + rng.normal(0, spread, ranks)
                 learned = speeds * (1 + rng.normal(0, 0.01 / TUNED_STEPS**0.5, ranks))
-                plans = (blind, *(with_speeds(blind, of.round(3) * 1000) for of in (speeds, learned)))
+                plans = (
+                    blind,
+                    *(with_speeds(blind, (1000 * of).round().astype(int).tolist()) for of in (speeds, learned)),
+                )
                 work = np.array([plan.cost_grid.sum(axis=1) for plan in plans], dtype=float)
                 rows[f"{spread:.1%}"].append((work / speeds).max(axis=1) / (work.sum(axis=1) / speeds.sum()))
     return {spread: (100 * (np.mean(ratios, axis=0) - 1)).tolist() for spread, ratios in rows.items()}
