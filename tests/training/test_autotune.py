@@ -118,7 +118,7 @@ def test_costs_stay_where_too_few_steps_were_measured(train):
     assert microbatches(run) == microbatches(tuned(train, "flops"))
 
 
-def test_slow_ranks_get_less_work(train: KeptRuns) -> None:
+def test_slow_ranks_get_less_work(train):
     """Rank 1 takes a fifth longer for it; a resumed run weighs by it from its first step."""
     flags = f"flops {RECORDED} --balance-rank-speeds --train-iters 13 --save {{run}}/checkpoints --save-interval 11"
     run = tuned(train, f"{flags} --ckpt-format torch", stand_ins=made_up(launch=0.0, squared=0.0, slowness=[1.0, 1.2]))
