@@ -263,7 +263,7 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "mamba": (_PATTERNS, _layers("M")),
     "dsa": ((_VARIANTS[0], *_PATTERNS), _layers("D", "dsa")),
     "autotuned": (
-        ("balance_cost", "balance_auto_cap", "balance_rank_speeds"),
+        ("balance_cost", "max_tokens_per_gpu", "balance_rank_speeds"),
         lambda options: autotuned(options)[0] > 0,
     ),
     "stock_evaluation": (
