@@ -1,4 +1,4 @@
-"""Writes docs/flags.md and docs/options.md from the code: `python .ci/make_pages.py` after a change of either.
+"""Writes pages of docs/ from the code, and the outputs of the notebook: `python .ci/make_pages.py` after a change.
 
 tests/test_docs.py compares them.
 """
@@ -6,11 +6,16 @@ tests/test_docs.py compares them.
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
+import io
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "training"))
 from table import DYNAMIC_CP, ROWS, SHARED, SHARED_ROWS, Row
@@ -195,8 +200,39 @@ def _tests(rows: list[Row]) -> str:
     return ", ".join(names[:5]) + more or "not tested"
 
 
-PAGES = {"models-tested.md": models_page, "flags.md": flags_page, "options.md": options_page}
-"""Name of a page in docs/ → what it says."""
+def notebook_page() -> str:
+    """The notebook with the outputs of its cells, run in order as Jupyter would."""
+    notebook, names = json.loads(NOTEBOOK.read_text(encoding="utf-8")), dict[str, Any]()
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells, start=1):
+        body, said, last = ast.parse("".join(cell["source"])).body, io.StringIO(), None
+        with contextlib.redirect_stdout(said):
+            for node in body:
+                if node is body[-1] and isinstance(node, ast.Expr):
+                    last = eval(compile(ast.Expression(node.value), "<cell>", "eval"), names)  # noqa: S307
+                else:
+                    exec(compile(ast.Module([node], type_ignores=[]), "<cell>", "exec"), names)
+        cell["outputs"] = []
+        if said.getvalue():
+            text = said.getvalue().splitlines(keepends=True)
+            cell["outputs"].append({"name": "stdout", "output_type": "stream", "text": text})
+        if last is not None:
+            data = {"image/svg+xml": [last._repr_svg_()]}
+            cell["outputs"].append(
+                {"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"}
+            )
+        cell["execution_count"] = number
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "lengths.ipynb"
+PAGES = {
+    "models-tested.md": models_page,
+    "flags.md": flags_page,
+    "options.md": options_page,
+    "../examples/lengths.ipynb": notebook_page,
+}
+"""Path of a page from docs/ → what it says."""
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

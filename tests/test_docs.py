@@ -202,6 +202,13 @@ def test_pages_made_from_code_are_todays(name):
     assert (DOCS / name).read_text() == MADE_PAGES[name](), "stale: run python .ci/make_pages.py"
 
 
+def test_the_notebook_imports_numpy_and_this_package_alone():
+    cells = json.loads((ROOT / "examples" / "lengths.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert set(re.findall(r"^(?:import|from) (\w+)", code, flags=re.MULTILINE)) == {"numpy", "megatron_balance"}
+    assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_flags_that_are_named_exist(page):
     """R55, R58: the example for AReaL is one."""
