@@ -116,17 +116,17 @@ def min_work_of_sizes(batch: SizedBatch) -> int:
         return batch.per_microbatch
     num_ranks = batch.dp_cp_size
     num_slots = num_ranks * batch.min_slots if batch.equal_counts else max(num_ranks, batch.min_room // batch.cap)
-    shares_all = batch.ep_dp_size >= num_ranks
-    fixed = batch.per_microbatch * num_slots + (0 if shares_all else int(batch.expert_cost[0].sum()))
+    shares_all, expert = batch.ep_dp_size >= num_ranks, int(batch.expert_cost[0].sum())
+    fixed = batch.per_microbatch * num_slots + (0 if shares_all else expert)
     low, high = 0, int(batch.costs[0].sum() + batch.at(batch.costs, batch.min_levels).sum())
-    high += int(batch.expert_cost[0].sum()) + batch.per_microbatch * (num_slots + 1)
+    high += expert + batch.per_microbatch * (num_slots + 1)
     while low < high:
         middle = (low + high) // 2
         if _is_possible(batch, middle, fixed=fixed):
             high = middle
         else:
             low = middle + 1
-    return low + (batch.even_expert_cost if shares_all else 0)
+    return low + (-(-expert // num_ranks) if shares_all else 0)
 
 
 def _is_possible(batch: SizedBatch, time: int, *, fixed: int) -> bool:

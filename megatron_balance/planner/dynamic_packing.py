@@ -4,7 +4,7 @@
     2. `step`: samples go to nodes from the root down, costliest first to the node with the least loaded rank, within a
        target that halving makes the least; a sample that does not fit takes the next larger size.
     3. `microbatch`, `pipeline`: all ranks meet in a slot. The sizes in turn fill packs, dominated slots first; then
-       packs of like cost make slots, and free ranks widen the costliest.
+       packs of like cost make slots.
     4. `microbatch`: bands of neighbouring sizes are planned by themselves, one after another: a slot has one size.
     5. Every single size is planned as well, and the fastest plan is taken.
 
@@ -14,7 +14,6 @@ Here a rank is a DP×CP rank; `batch.py` has the tree and the costs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,19 +53,16 @@ _LOADS_TRIED = 4
 """Loads that each is filled to: the next makes room for the samples that found none at the one before."""
 
 _MAX_FILLED = 65536
-"""Samples filled into slots after which the search ends, of each view; the first outline is always filled."""
+"""Samples filled into slots after which the search ends; the first outline is always filled."""
 
 
 def plan_sizes(batch: SizedBatch) -> Plan:
-    """The fastest plan, the first of equals: on the tree where ranks meet once a step, in slots where they do so in
-    every slot (a pipeline both ways), and at every single size.
-    """
+    """The fastest plan, the first of equals: on the tree where ranks meet once a step, else in slots; at every size."""
     if not batch.num_samples:
         sizes = np.ones((batch.dp_cp_size, batch.multiple if batch.equal_counts else 1), dtype=np.int64)
         return Plan(np.zeros(0, dtype=np.int64), sizes)
     waiting = batch.waiting
-    plans = [_plan_in_slots(batch)] if waiting.in_slots or waiting.is_makespan else []
-    plans += [_plan_on_tree(batch)] if not waiting.in_slots else []
+    plans = [(_plan_in_slots if waiting.in_slots or waiting.is_makespan else _plan_on_tree)(batch)]
 
     def time(plan: Plan) -> int:
         return batch.time(plan.microbatch_of, plan.cp_sizes)
@@ -243,19 +239,15 @@ class _Outline(NamedTuple):
 def _plan_in_slots(batch: SizedBatch) -> Plan:
     """The fastest of the most promising outlines, filled: the least sum of slot times, or the least makespan."""
     best: tuple[int, Plan] | None = None
-    waiting, num_filled = batch.waiting, 0
-    # Expert work evens out over the ranks that share it, as far as samples allow: as local work it is tried too.
-    views = [batch, batch.with_local_experts()] if batch.expert_cost.any() else [batch]
-    candidates = [(outline, index) for index, view in enumerate(views) for outline in _outlines(view)]
-    for outline, index in sorted(candidates):
-        if best is not None and (
-            outline.time >= waiting.pipeline.num_stages * best[0] or num_filled >= _MAX_FILLED * len(views)
-        ):
+    # Expert work evens out over the ranks that share it.
+    waiting, num_filled, local = batch.waiting, 0, batch.with_local_experts()
+    for outline in _outlines(local):
+        if best is not None and (outline.time >= waiting.pipeline.num_stages * best[0] or num_filled >= _MAX_FILLED):
             break
         load = outline.load
         for _ in range(_LOADS_TRIED):
             num_filled += batch.num_samples
-            packs, excess = _fill(views[index], outline, load=load)
+            packs, excess = _fill(local, outline, load=load)
             plan = _shelve(batch, packs)
             times: Ints = batch.kind_grids(plan.microbatch_of, plan.cp_sizes).max(axis=1)
             order = np.arange(plan.cp_sizes.shape[1], dtype=np.int64)
@@ -278,7 +270,7 @@ def _outlines(batch: SizedBatch) -> list[_Outline]:
     numbers = set(range(smallest, smallest + 6)) | {-(-smallest * sixteenths // 16) for sixteenths in _SLOT_SIXTEENTHS}
     if batch.waiting.is_makespan:
         numbers |= {smallest * factor for factor in _SLOT_MULTIPLES}
-    floor = replace(batch, expert_cost=np.zeros_like(batch.expert_cost)).min_work()
+    floor = batch.min_work()
     outlines: list[_Outline] = []
     for num_slots in sorted(number * batch.multiple for number in numbers):
         limits = (percent * floor // (100 * num_slots) for percent in _SPLIT_PERCENTS)
@@ -314,7 +306,7 @@ def _outline(batch: SizedBatch, num_slots: int, *, limit: int) -> _Outline:
     count = max(num_slots, num_dominated)
     pipeline = batch.waiting.pipeline
     idle = (pipeline.num_stages - 1) * (load + batch.per_microbatch) // pipeline.num_chunks
-    time = int(tops.sum()) + max(low, 0) * load + count * batch.per_microbatch + idle + batch.even_expert_cost
+    time = int(tops.sum()) + max(low, 0) * load + count * batch.per_microbatch + idle
     return _Outline(time, num_slots=num_slots, limit=limit, load=load + load // 512)
 
 
@@ -396,44 +388,21 @@ def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> tuple[_Packs, i
 
 
 def _shelve(batch: SizedBatch, packs: _Packs) -> Plan:
-    """Packs by descending cost into the first slot with room, as in strip packing; free ranks join the costliest."""
-    levels, pack_of = packs.levels.copy(), packs.pack_of
+    """Packs by descending cost into the first slot with room, as in strip packing."""
+    levels, pack_of = packs.levels, packs.pack_of
     loads = sums(batch.at(batch.costs, levels[pack_of]), pack_of, levels.size)
     counts = np.bincount(pack_of, minlength=levels.size)
     order = np.flatnonzero(counts)
     order = order[np.lexsort((-levels[order], -loads[order]))]
     slot_of, _, spare = _first_fit(loads[order], levels[order], dp_cp_size=batch.dp_cp_size)
     slots, ranks = np.zeros((2, levels.size), dtype=np.int64)
-    samples = np.split(np.argsort(pack_of, kind="stable"), np.cumsum(counts)[:-1])
-    for slot, free in enumerate(spare.tolist()):
+    for slot in range(spare.size):
         members = order[slot_of == slot]
-        _widen(batch, samples, members.tolist(), loads=loads, levels=levels, spare=free)
         # The largest first, so that each starts at a multiple of its size.
         by_size = members[np.lexsort((members, -levels[members]))]
         slots[members], ranks[by_size] = slot, np.cumsum(1 << levels[by_size]) - (1 << levels[by_size])
     num_slots = np.full(batch.dp_cp_size, -(-spare.size // batch.multiple) * batch.multiple)
     return _sized_plan(ranks[pack_of], slots[pack_of], levels=levels[pack_of], num_slots=num_slots)
-
-
-def _widen(batch: SizedBatch, samples: list[Ints], packs: list[int], *, loads: Ints, levels: Ints, spare: int) -> None:
-    """Doubles the costliest packs of a slot, in `levels`, while it has free ranks and gets no longer."""
-    heap = [(-int(loads[pack]), pack) for pack in packs]
-    heapify(heap)
-    fixed = 0
-    while spare and heap:
-        load, pack = -heap[0][0], heap[0][1]
-        level, ids = int(levels[pack]), samples[pack]
-        larger = min(level + 1, batch.num_levels - 1)
-        wider = int(batch.costs[larger, ids].sum())
-        has_room = int(batch.tokens[larger, ids].sum()) <= batch.cap
-        if larger == level or 1 << level > spare or wider > max(fixed, load) or not has_room:
-            # This pack keeps its size; a less costly one may still take the ranks.
-            fixed = max(fixed, load)
-            heappop(heap)
-            continue
-        spare -= 1 << level
-        levels[pack] = larger
-        heapreplace(heap, (-wider, pack))
 
 
 def _first_fit(costs: Ints, levels: Ints, *, dp_cp_size: int) -> tuple[Ints, Ints, Ints]:
