@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -170,11 +171,6 @@ class SizedBatch:
         """Work of the most loaded rank at least."""
         return bound.min_work_of_sizes(self)
 
-    @property
-    def even_expert_cost(self) -> int:
-        """Work of experts on each rank at least where all share it."""
-        return -(-int(self.expert_cost[0].sum()) // self.dp_cp_size)
-
 
 @dataclass(frozen=True, eq=False)
 class ForestBatch:
@@ -291,37 +287,29 @@ def batch_of(problem: Problem) -> Batch | SizedBatch | ForestBatch:
         has_phases = peers.in_slots and peers.sync_size > 1 and not peers.is_makespan
         local = np.concatenate([image_costs, local], axis=1) if has_phases else local + image_costs
 
+    # A larger cap is as good as none, and not in int64.
+    cap, largest = limits.max_tokens_per_microbatch(topology), max(int(tokens[0].sum()), 1)
+
     def batch(local: Ints, expert: Ints, fixed: Ints) -> Batch | SizedBatch:
-        per_microbatch, gather = map(int, fixed)
+        fields: dict[str, Any] = {"per_microbatch": int(fixed[0]), "gather": int(fixed[1]), "ep_dp_size": ep_dp_size}
+        fields |= {"waiting": peers, "multiple": topology.microbatch_multiple, "shift": shift}
         if topology.dynamic_cp:
             return SizedBatch(
                 local,
                 expert_cost=expert,
                 tokens=-(-tokens // sizes[:, None]),
-                cap=min(limits.max_tokens_per_gpu or 0, max(int(tokens[0].sum()), 1)),  # as good as none, in int64
-                per_microbatch=per_microbatch,
-                gather=gather,
+                cap=min(limits.max_tokens_per_gpu or 0, largest),
                 dp_cp_size=topology.dp_cp_size,
-                ep_dp_size=ep_dp_size,
-                waiting=peers,
                 equal_counts=topology.has_equal_counts or problem.objective != "step",
-                multiple=topology.microbatch_multiple,
-                shift=shift,
+                **fields,
             )
-        cap = limits.max_tokens_per_microbatch(topology)
-        cap = cap and min(cap, max(int(tokens.sum()), 1))
         return Batch(
             local,
             expert_cost=expert[0],
-            weights=np.ones_like(tokens[0]) if cap is None else np.minimum(tokens[0], cap + 1),
-            cap=cap or limits.micro_batch_size or 1,
+            weights=np.ones_like(tokens[0]) if cap is None else np.minimum(tokens[0], min(cap, largest) + 1),
+            cap=(limits.micro_batch_size or 1) if cap is None else min(cap, largest),
             num_ranks=topology.dp_size,
-            waiting=peers,
-            ep_dp_size=ep_dp_size,
-            per_microbatch=per_microbatch,
-            gather=gather,
-            multiple=topology.microbatch_multiple,
-            shift=shift,
+            **fields,
         )
 
     chunks = [kind for stage in pipeline.kinds for kind in stage] or [0]

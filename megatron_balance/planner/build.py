@@ -4,8 +4,8 @@
     2. the objective is chosen from the topology, unless it is given
     3. lengths and cost model become integers (`batch.py`)
     4. samples are planned: `level_packing.py`; with pipeline stages `pipeline_packing.py`, with dynamic context
-       parallelism `dynamic_packing.py`, on fixed ranks `fixed_ranks.py`
-    5. interchangeable ranks and slots are exchanged so that fewer tokens move (`locality.py`)
+       parallelism `dynamic_packing.py`, on fixed ranks `home_ranks.py`
+    5. interchangeable ranks and slots are exchanged so that fewer tokens move (`home_ranks.py`)
     6. the plan is frozen with its costs and its lower bound (`schedule.py`)
 
 An empty global batch is legal: every rank gets `microbatch_multiple` masked dummies.
@@ -24,10 +24,9 @@ from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.batch import ForestBatch, SizedBatch, batch_of
 from megatron_balance.planner.dynamic_packing import plan_sizes
-from megatron_balance.planner.fixed_ranks import plan_on_ranks
 from megatron_balance.planner.forest import Forest
+from megatron_balance.planner.home_ranks import keep_local, plan_on_ranks
 from megatron_balance.planner.level_packing import Batch, Plan, plan_slots
-from megatron_balance.planner.locality import keep_local
 from megatron_balance.planner.partition import partition_items, plan_karmarkar_karp, plan_padded
 from megatron_balance.planner.piece_packing import plan_pieces
 from megatron_balance.planner.pipeline_packing import plan_pipeline
@@ -180,57 +179,44 @@ def build_data_schedule(
         home_ranks=home_ranks,
         forest=forest,
     )
-    if together is not None:
-        for is_set, name in (
-            (num_segments is not None, "num_segments"),
-            (image_patches is not None, "image_patches"),
-            (groups is not None, "groups"),
-            (forest is not None, "forest"),
-            (not move_samples, "move_samples=False"),
-            (limits.micro_batch_size is not None, f"{limits}"),
-        ):
-            if is_set:
-                raise BalanceError(f"{name} does not go with together: leave one of them out.")
-        return _plan_together(
-            problem, number_groups(together, name="together"), algorithm=algorithm, num_microbatches=num_microbatches
-        )
     check_kind("move_samples", move_samples, bool)
     if num_microbatches is not None:
         num_microbatches = check_integer("num_microbatches", num_microbatches)
     if algorithm not in ("auto", *ALGORITHMS):
         raise BalanceError(f"algorithm is {algorithm!r}: it must be one of auto, {', '.join(ALGORITHMS)}.")
     algorithm = "level_packing" if algorithm == "auto" else algorithm
+    _refuse_together(
+        {
+            "together": together is not None,
+            "forest": forest is not None,
+            "Topology.dynamic_cp": topology.dynamic_cp,
+            f"Topology.cp_size={topology.cp_size}": topology.cp_size > 1,
+            f"Limits.micro_batch_size={limits.micro_batch_size}": limits.micro_batch_size is not None,
+            f"algorithm={algorithm!r}": algorithm != "level_packing",
+            f"num_microbatches={num_microbatches}": num_microbatches is not None,
+            "move_samples=False": not move_samples,
+            "groups": groups is not None,
+            "image_patches": image_patches is not None,
+            "num_segments": num_segments is not None,
+        }
+    )
+    num_samples = problem.lengths.size
+    group_of = None if groups is None else number_groups(groups, count=num_samples)
     homes = problem.home_ranks
-    if homes is None and not move_samples:
-        raise BalanceError("move_samples is False: home_ranks must say which rank loaded each sample.")
-    group_of = None if groups is None else number_groups(groups)
-    if group_of is not None and group_of.size != problem.lengths.size:
-        raise BalanceError(
-            f"groups has {group_of.size} ids: it must have one for each of {problem.lengths.size} samples."
-        )
-    if group_of is not None and homes is not None and not move_samples:
-        split = groups_that_split(group_of, ranks=homes)
-        if split.size:
+    if not move_samples:
+        if homes is None:
+            raise BalanceError("move_samples is False: home_ranks must say which rank loaded each sample.")
+        if group_of is not None and groups_that_split(group_of, ranks=homes).size:
             raise BalanceError(
-                f"move_samples is False, but {split.size} groups were loaded by more than one rank: let samples "
-                "move, or leave groups out."
+                "move_samples is False, but groups were loaded by more than one rank: let samples move, or leave "
+                "groups out."
             )
-    if topology.dynamic_cp or forest is not None:
-        # These bind samples, or work on them, to one rank; a forest's micro-batch is one sequence, not cut over ranks.
-        other, shares = ("Topology.dynamic_cp", False) if forest is None else ("forest", True)
-        for is_set, name, remedy in (
-            (algorithm != "level_packing", f"algorithm {algorithm!r}", "leave it at auto"),
-            (not move_samples, "move_samples=False", "let samples move"),
-            (group_of is not None, "groups", "leave them out"),
-            (image_patches is not None, "image_patches", "leave them out"),
-            (num_microbatches is not None and not shares, f"num_microbatches={num_microbatches}", "leave it out"),
-            (topology.cp_size > 1 and shares, f"Topology.cp_size={topology.cp_size}", "set it to 1"),
-            (num_segments is not None and shares, "num_segments", "leave it out"),
-            (limits.micro_batch_size is not None and shares, f"{limits}", "set max_tokens_per_gpu alone"),
-        ):
-            if is_set:
-                raise BalanceError(f"{name} does not go with {other}: {remedy}, or leave {other} out.")
-    batch = batch_of(problem)
+    # A set that runs together is planned as if it were a sample of several segments.
+    set_of = None if together is None else number_groups(together, name="together", count=num_samples)
+    planned = problem if set_of is None else problem.of_sets(set_of)
+    batch = batch_of(planned)
+    if set_of is not None and not isinstance(batch, ForestBatch):
+        _check_sets(batch.oversized, set_of, problem=planned)
     if isinstance(batch, SizedBatch):
         plan = plan_sizes(batch)
     elif isinstance(batch, ForestBatch):
@@ -248,55 +234,56 @@ def build_data_schedule(
     if not isinstance(batch, SizedBatch):
         cp_sizes = cp_sizes * topology.cp_size
         alone = batch.alone if isinstance(batch, ForestBatch) else batch
-        number, fixed = cp_sizes.shape[1], cost_model.per_microbatch
+        number = cp_sizes.shape[1]
         if num_microbatches not in (None, number) or number % topology.microbatch_multiple:
             raise BalanceError(
                 f"num_microbatches is {num_microbatches}: these samples fit in {number} on each rank, and the "
                 f"number must be a multiple of {topology.microbatch_multiple}. Give such a number, or raise {limits}."
             )
-        if (
-            int(alone.costs.sum() + alone.expert_cost.sum()) + cp_sizes.size * (alone.per_microbatch + alone.gather + 1)
-            >= MAX_TOTAL_COST
-        ):
+        fixed = cp_sizes.size * (alone.per_microbatch + alone.gather + 1)
+        if int(alone.costs.sum() + alone.expert_cost.sum()) + fixed >= MAX_TOTAL_COST:
             raise BalanceError(
-                f"CostModel.per_microbatch is {fixed} and gather {cost_model.gather}: with {cp_sizes.size} "
-                "micro-batches costs exceed 2**62. Divide all coefficients by the same number."
+                f"CostModel.per_microbatch is {cost_model.per_microbatch} and gather {cost_model.gather}: with "
+                f"{cp_sizes.size} micro-batches costs exceed 2**62. Divide all coefficients by the same number."
             )
         if homes is not None and move_samples:
             microbatch_of = keep_local(
-                alone, microbatch_of, num_microbatches=number, problem=problem, whole_ranks=group_of is not None
+                alone, microbatch_of, num_microbatches=number, problem=planned, whole_ranks=group_of is not None
             )
+    if set_of is not None:
+        microbatch_of, batch = microbatch_of[set_of], None
     return DataSchedule.from_assignment(
         problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=group_of
     )
 
 
-def _plan_together(problem: Problem, set_of: Ints, *, algorithm: str, num_microbatches: int | None) -> DataSchedule:
-    """The plan of sets, each as if it were a sample of several segments."""
-    if set_of.size != problem.lengths.size:
-        raise BalanceError(f"together has {set_of.size} ids: it must have one for each of {problem.lengths.size}.")
-    order, first = np.argsort(set_of, kind="stable"), np.unique(set_of, return_index=True)[1]
-    schedule = build_data_schedule(
-        problem.lengths[order],
-        cost_model=problem.cost_model,
-        topology=problem.topology,
-        limits=problem.limits,
-        objective=problem.objective,
-        algorithm=algorithm,
-        num_microbatches=num_microbatches,
-        num_segments=np.bincount(set_of),
-        home_ranks=None if problem.home_ranks is None else problem.home_ranks[first],
-    )
-    sizes = np.bincount(set_of)
-    for index in schedule.oversized:
-        if sizes[index] > 1:
+_EXCLUDED = {
+    "together": "forest Limits.micro_batch_size move_samples groups image_patches num_segments",
+    # A forest's micro-batch is one sequence, not cut over ranks.
+    "forest": "Topology.dynamic_cp Topology.cp_size Limits.micro_batch_size algorithm move_samples groups "
+    "image_patches num_segments",
+    # These bind samples, or work on them, to one rank.
+    "Topology.dynamic_cp": "algorithm num_microbatches move_samples groups image_patches",
+}
+"""What does not go with an argument."""
+
+
+def _refuse_together(is_set: dict[str, bool]) -> None:
+    """A BalanceError names two arguments of these texts that are set and do not go together."""
+    for name, others in _EXCLUDED.items():
+        for text in is_set:
+            if is_set[name] and is_set[text] and text.partition("=")[0] in others.split():
+                raise BalanceError(f"{text} does not go with {name}: leave one of them out.")
+
+
+def _check_sets(oversized: Ints, set_of: Ints, *, problem: Problem) -> None:
+    """A set that is longer than the cap has one sample."""
+    for index in oversized.tolist():
+        if (size := int((set_of == index).sum())) > 1:
             raise BalanceError(
-                f"the {sizes[index]} samples that belong together with sample {first[index]} have "
-                f"{schedule.lengths[index]} tokens: raise {problem.limits}, or leave together out."
+                f"the {size} samples that belong together with sample {int(np.argmax(set_of == index))} have "
+                f"{problem.lengths[index]} tokens: raise {problem.limits}, or leave together out."
             )
-    return DataSchedule.from_assignment(
-        problem, schedule.microbatch_of[set_of], schedule.cp_size_grid, algorithm=schedule.algorithm
-    )
 
 
 def _plan_at_one_size(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner.problem import INT_MAX, Ints, as_integers, number_groups
+from megatron_balance.planner.problem import INT_MAX, Ints, as_integers, check_count, number_groups
 
 if TYPE_CHECKING:
     from megatron_balance.samples.shared_prefixes import HashChains
@@ -76,10 +76,8 @@ class Forest:
             BalanceError: names the argument that is wrong.
         """
         total, prompts = as_integers(lengths, name="lengths"), as_integers(prompt_tokens, name="prompt_tokens")
-        group_of = number_groups(groups)
-        for name, values in (("prompt_tokens", prompts), ("groups", group_of)):
-            if values.size != total.size:
-                raise BalanceError(f"{name} has {values.size} entries: it must have one for each of {total.size}.")
+        check_count("prompt_tokens", prompts.size, count=total.size)
+        group_of = number_groups(groups, count=total.size)
         shared = np.full(int(group_of.max(initial=-1)) + 1, INT_MAX)
         np.minimum.at(shared, group_of, np.minimum(prompts, total))
         parent = np.concatenate([np.full(shared.size, -1), group_of])

@@ -7,7 +7,7 @@ at all, such as the stock order, is an `Assignment` as well.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,25 +68,18 @@ class ScheduleMetrics:
     mean_cp_size: float
 
 
-class GpuCosts(NamedTuple):
-    """Costs of an assignment on one GPU, in units of the cost model, rounded up: as in a DataSchedule."""
-
-    grid: NDArray[Any]
-    predicted: int
-    bound: int
-
-
 def gpu_costs(
     batch: Batch | SizedBatch | ForestBatch, microbatch_of: Ints, cp_sizes: Ints, *, topology: Topology
-) -> GpuCosts:
-    """The costs of an assignment; the stages of a makespan have shared the work already."""
+) -> tuple[NDArray[Any], int, int]:
+    """`cost_grid`, `predicted_cost` and `lower_bound` as of a DataSchedule: on one GPU, in units of the cost model."""
     grid, unit = batch.cost_grid(microbatch_of, cp_sizes), 1 << max(batch.shift, 0)
     gpus = topology.gpus_per_rank << max(-batch.shift, 0)
     if batch.shift > 0 and int(grid.astype(object).sum()) * unit >= MAX_TOTAL_COST:
         grid = grid.astype(object)
+    # The stages of a makespan have shared the work already.
     stages = topology.pp_size if batch.waiting.is_makespan else 1
-    times = (batch.time(microbatch_of, cp_sizes), batch.lower_bound())
-    return GpuCosts(-(-grid * unit // gpus), *(-(-time * unit * stages // gpus) for time in times))
+    predicted, bound = batch.time(microbatch_of, cp_sizes) * stages, batch.lower_bound() * stages
+    return -(-grid * unit // gpus), -(-predicted * unit // gpus), -(-bound * unit // gpus)
 
 
 def plan_metrics(assignment: Assignment) -> ScheduleMetrics:

@@ -23,7 +23,7 @@ from itertools import product
 import numpy as np
 
 from megatron_balance.planner.batch import ForestBatch
-from megatron_balance.planner.fixed_ranks import plan_on_ranks
+from megatron_balance.planner.home_ranks import plan_on_ranks
 from megatron_balance.planner.level_packing import GOOD_ENOUGH, Batch, Plan, plan_slots
 from megatron_balance.planner.pipeline_packing import plan_pipeline
 from megatron_balance.planner.problem import INT_MAX, Ints, sums

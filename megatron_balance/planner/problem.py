@@ -7,7 +7,7 @@ next and each is padded by itself, so a sample's tokens and its cost are sums ov
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -54,16 +54,21 @@ def sum_segments(values: Ints, *, num_segments: Ints | None) -> Ints:
     return sums[..., ends] - sums[..., ends - num_segments]
 
 
-def number_groups(groups: Sequence[Hashable] | NDArray[Any], *, name: str = "groups") -> Ints:
-    """Groups numbered from 0 by their first sample, so that any id will do: a number, a string, a uuid."""
+def number_groups(groups: Sequence[Hashable] | NDArray[Any], *, name: str = "groups", count: int | None = None) -> Ints:
+    """Groups numbered from 0 by their first sample, so that any id will do: a number, a string, a uuid.
+
+    `count`: samples that there must be an id for.
+    """
     if isinstance(groups, np.ndarray) and groups.ndim != 1:
         raise BalanceError(f"{name} has shape {groups.shape}: it must have one id for each sample.")
     numbers: dict[Hashable, int] = {}
     try:
         ids = cast("list[Hashable]", groups.tolist() if isinstance(groups, np.ndarray) else list(groups))
-        return np.array([numbers.setdefault(group, len(numbers)) for group in ids], dtype=np.int64)
+        group_of = np.array([numbers.setdefault(group, len(numbers)) for group in ids], dtype=np.int64)
     except TypeError as error:
         raise BalanceError(f"{name} holds an id that cannot be compared: {error}. Use numbers or strings.") from error
+    check_count(name, len(ids), count=len(ids) if count is None else count)
+    return group_of
 
 
 def groups_that_split(groups: Ints, *, ranks: Ints) -> Ints:
@@ -91,11 +96,7 @@ class Images:
             num_given = len(values)
         except TypeError as error:
             raise BalanceError(f"image_patches is no list of lists: {error}. Give each sample's patches.") from error
-        if num_given != num_samples:
-            raise BalanceError(
-                f"image_patches has {num_given} entries: it must have one for each of {num_samples} samples, "
-                "empty where a sample has no image."
-            )
+        check_count("image_patches", num_given, count=num_samples)
         if isinstance(image_patches, Images):
             return image_patches
         flat = [num_patches for patches_of in image_patches for num_patches in patches_of]
@@ -148,13 +149,12 @@ class Problem:
             )
         original = sum_segments(segments, num_segments=counts)
         homes = None if home_ranks is None else as_integers(home_ranks, name="home_ranks")
-        if homes is not None and homes.size != original.size:
-            raise BalanceError(
-                f"home_ranks has {homes.size} entries: it must have one for each of {original.size} lengths."
-            )
-        if homes is not None and int(homes.max(initial=0)) >= topology.dp_size:
-            index = int(homes.argmax())
-            raise BalanceError(f"home_ranks[{index}] is {homes[index]}: it must be below dp_size {topology.dp_size}.")
+        if homes is not None:
+            check_count("home_ranks", homes.size, count=original.size)
+            if int(homes.max(initial=0)) >= topology.dp_size:
+                raise BalanceError(
+                    f"home_ranks[{homes.argmax()}] is {homes.max()}: it must be below dp_size {topology.dp_size}."
+                )
         if forest is not None and not np.array_equal(forest.lengths, original):
             raise BalanceError("forest has other lengths than lengths: make it of these samples, in their order.")
         return cls(
@@ -168,6 +168,18 @@ class Problem:
             images=None if image_patches is None else Images.of(image_patches, num_samples=original.size),
             home_ranks=homes,
             forest=forest,
+        )
+
+    def of_sets(self, set_of: Ints) -> Problem:
+        """The problem whose samples are sets of these, a segment each; a set's home is that of its first sample."""
+        sizes, first = np.bincount(set_of), np.unique(set_of, return_index=True)[1]
+        segments = self.lengths[np.argsort(set_of, kind="stable")]
+        return replace(
+            self,
+            lengths=sum_segments(segments, num_segments=sizes),
+            num_segments=sizes,
+            segment_lengths=segments,
+            home_ranks=None if self.home_ranks is None else self.home_ranks[first],
         )
 
     @property
@@ -187,6 +199,12 @@ class Problem:
     def moved_tokens(self, ranks: Ints) -> int:
         """Original tokens off their home rank; `[num_samples]` ranks run them."""
         return int(self.lengths[ranks != self.home_ranks].sum())
+
+
+def check_count(name: str, size: int, *, count: int) -> None:
+    """Raises BalanceError if an argument has not one entry for each of `count` samples."""
+    if size != count:
+        raise BalanceError(f"{name} has {size} entries: it must have one for each of {count} samples.")
 
 
 def check_kind(name: str, value: object, kind: type[object]) -> None:

@@ -182,14 +182,14 @@ class DataSchedule(Assignment):
     ) -> DataSchedule:
         """The schedule that assigns samples so, with its costs and its bound; `batch`: `batch_of(problem)`."""
         batch = batch_of(problem) if batch is None else batch
-        costs = gpu_costs(batch, microbatch_of, cp_sizes, topology=problem.topology)
+        grid, predicted, bound = gpu_costs(batch, microbatch_of, cp_sizes, topology=problem.topology)
         return cls(
             **{field.name: getattr(problem, field.name) for field in fields(Problem)},
             microbatch_of=microbatch_of,
             cp_size_grid=cp_sizes,
-            cost_grid=costs.grid,
-            predicted_cost=costs.predicted,
-            lower_bound=costs.bound,
+            cost_grid=grid,
+            predicted_cost=predicted,
+            lower_bound=bound,
             algorithm=algorithm,
             move_samples=move_samples,
             groups=groups,
@@ -361,8 +361,9 @@ def _check_costs(schedule: DataSchedule) -> None:
     if schedule.segment_lengths is not None:
         totals = sum_segments(schedule.segment_lengths, num_segments=schedule.num_segments)
         require(bool((totals == schedule.lengths).all()), "honest costs", "lengths are not the sums of their segments")
-    costs = gpu_costs(batch_of(schedule), schedule.microbatch_of, schedule.cp_size_grid, topology=schedule.topology)
-    honest = np.array_equal(costs.grid, schedule.cost_grid) and costs.predicted == schedule.predicted_cost
+    sizes, topology = schedule.cp_size_grid, schedule.topology
+    grid, predicted, _ = gpu_costs(batch_of(schedule), schedule.microbatch_of, sizes, topology=topology)
+    honest = np.array_equal(grid, schedule.cost_grid) and predicted == schedule.predicted_cost
     require(honest, "honest costs", "cost_grid or predicted_cost does not follow from the placement")
     require(schedule.lower_bound <= schedule.predicted_cost, "honest costs", "lower_bound is above predicted_cost")
 

@@ -163,10 +163,11 @@ def test_a_large_batch_is_poured_alike_everywhere():
     ("arguments", "message"),
     [
         ({"lengths": [5, 5]}, "forest has other lengths"),
-        ({"topology": Topology(2, cp_size=2, dynamic_cp=True)}, "Topology.cp_size=2 does not go with forest"),
-        ({"limits": Limits(micro_batch_size=2)}, "set max_tokens_per_gpu alone"),
+        ({"topology": Topology(2, cp_size=2)}, "Topology.cp_size=2 does not go with forest"),
+        ({"topology": Topology(2, dynamic_cp=True)}, "Topology.dynamic_cp does not go with forest"),
+        ({"limits": Limits(micro_batch_size=2)}, "Limits.micro_batch_size=2 does not go"),
         ({"groups": [0, 0, 1]}, "groups does not go with forest"),
-        ({"algorithm": "karmarkar_karp"}, "leave it at auto"),
+        ({"algorithm": "karmarkar_karp"}, "algorithm='karmarkar_karp' does not go with forest"),
         ({"num_segments": [1, 1, 1]}, "num_segments does not go with forest"),
     ],
 )

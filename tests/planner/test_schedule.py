@@ -30,13 +30,13 @@ def plan(lengths, *, dp_size=2, cap=100, cost_model=TOKENS, **options):
         ({"objective": "fast"}, "objective is 'fast': it must be one of auto, step, microbatch, pipeline"),
         ({"algorithm": "magic"}, "algorithm is 'magic': it must be one of auto, "),
         ({"move_samples": False}, "move_samples is False: home_ranks must say"),
-        ({"home_ranks": [0]}, "home_ranks has 1 entries: it must have one for each of 2 lengths"),
+        ({"home_ranks": [0]}, "home_ranks has 1 entries: it must have one for each of 2 samples"),
         ({"home_ranks": [0, 2]}, r"home_ranks\[1\] is 2: it must be below dp_size 2"),
         ({"num_segments": [1, 2]}, "num_segments sums to 3"),
-        ({"groups": [0]}, "groups has 1 ids: it must have one for each of 2 samples"),
+        ({"groups": [0]}, "groups has 1 entries: it must have one for each of 2 samples"),
         ({"groups": np.zeros((2, 1))}, r"groups has shape \(2, 1\)"),
         ({"groups": [[0], [1]]}, "groups holds an id that cannot be compared"),
-        ({"groups": [0, 0], "home_ranks": [0, 1], "move_samples": False}, "1 groups were loaded by more than one"),
+        ({"groups": [0, 0], "home_ranks": [0, 1], "move_samples": False}, "groups were loaded by more than one"),
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         (
             {"num_microbatches": 3, "topology": Topology(2, microbatch_multiple=2)},
@@ -277,7 +277,7 @@ def test_samples_that_belong_together_share_a_micro_batch(topology):
     [
         ({"limits": Limits(8)}, "the 2 samples that belong together with sample 0 have 12 tokens"),
         ({"groups": [0, 0, 1]}, "groups does not go with together"),
-        ({"together": [0, 0]}, "together has 2 ids"),
+        ({"together": [0, 0]}, "together has 2 entries"),
     ],
 )
 def test_what_cannot_stay_together_is_named(arguments, message):
