@@ -1,4 +1,4 @@
-"""Balance of AReaL's ranks, where AReaL is installed.
+"""R44: balance of AReaL's ranks, where AReaL is installed.
 
 The setting is that of the pull request that asked for `balance_batch`: every row has a prompt of 1 to 511 tokens and an
 answer of 1 to 2047, both uniform, and each rank has a padded batch. The

@@ -1,4 +1,4 @@
-"""Measures the waiting of TorchSpec's ranks, stock and balanced.
+"""R8: measures the waiting of TorchSpec's ranks, stock and balanced.
 
 A padded trainer is modelled: a rank's time in a dispatch is `micro_batch_size` times its longest sample, and all
 ranks wait for the slowest. Ideal is every token computed once, spread evenly over the ranks. Lengths are lognormal(7.5,

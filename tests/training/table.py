@@ -1,7 +1,7 @@
 """What is trained: model, data, layouts and features, a row a run that must equal a stock run.
 
-To try another model or feature, add a row. A `Row` names flags and, where a CPU needs it, functions of tests/kit that
-are called in each rank before training (`watched_steps.py`).
+To try another model or feature, add a row to rows.toml. A `Row` names flags and, where a CPU needs it, functions of
+tests/kit that are called in each rank before training (`watched_steps.py`).
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ class Row:
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARDED = "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-MTP = (("stand_ins:mtp_attention", {}),)
 MTP_FLAGS = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 OVERLAP = "--bf16 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
-PLANS = (("stand_ins:schedule_plans", {}),)
 ROUTER_LOSSES = (
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1 --moe-z-loss-coeff 1e-2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1"
@@ -126,11 +124,8 @@ def fp8(recipe):
     return (("stand_ins:precision_settings", {"settings": settings}),)
 
 
-DELAYED = (*fp8("delayed"), ("stand_ins:amax_reduction", {}))
 KERNELS = (("families:kernels", {}),)
 ONE_RATIO = (("stand_ins:mtp_attention", {}), ("stand_ins:mtp_ratio_of_one", {}))
-PADDED = (("stand_ins:padded_rows", {}),)
-AT_THE_ENDS = ("stand_ins:data_at_the_ends", {})
 
 
 def family(name, layout, balance=BY_FLOPS, *, flags="", slow=True):
@@ -200,139 +195,20 @@ FAMILY_ROWS = [
 ]
 """Families × layouts, see tests/kit/families.py."""
 
-ROWS = [
-    # Policies, on two data-parallel ranks.
-    Row("by-flops", "DP2", f"{BY_FLOPS} {RECORDED}"),
-    Row("in-place", "DP2", f"{PACKED} --balance-by-flops"),
-    Row("moved", "DP2", MOVED),
-    Row("one-flag", "DP2", f"--balance --max-tokens-per-gpu {CAP // 2}"),
-    Row("without-overlap", "DP2", f"{BY_FLOPS} --no-balance-overlap"),
-    Row("over-long", "DP2", BY_FLOPS.replace(f"{CAP}", "64")),
-    # Layouts.
-    Row("by-flops", "TP2-SP"),
-    Row("by-flops", "PP2"),
-    Row("by-flops", "PP2-VPP2"),
-    Row("by-flops", "CP2"),
-    # Evaluation is Megatron's own, which splits rows of several documents as one.
-    Row(
-        "stock-evaluation",
-        "CP2-documents",
-        f"{BY_FLOPS} --no-balance-evaluation",
-        flags="--eval-micro-batch-size 2",
-        stand_ins=(("stand_ins:two_documents", {}),),
-    ),
-    Row("by-flops", "EP2", model="moe"),
-    *(
-        Row("expert-overlap", layout, BY_FLOPS, "moe", OVERLAP, "bf16", PLANS, slow=slow)
-        for layout, slow in (("EP2", False), ("PP2-VPP2", True))
-    ),
-    Row("by-flops", "TP2-PP2"),
-    Row("by-flops", "PP2-EP2", model="moe"),
-    Row("by-flops", "PP4", slow=True),
-    Row("by-flops", "CP2-EP2", model="moe", slow=True),
-    # Features.
-    Row("loader-workers", "DP2", f"{BY_FLOPS} --num-workers 2", ours=(("stand_ins:loader_workers", {}),)),
-    Row("bf16-sharded-overlap", "DP2", flags=SHARDED, precision="bf16"),
-    Row("recomputed", "DP2", f"{BY_FLOPS} {RECOMPUTED}", slow=True),
-    Row("mtp", "DP2", flags=MTP_FLAGS, stand_ins=MTP),
-    Row("mtp-alone", "DP2", ALONE, flags=MTP_FLAGS, stand_ins=MTP),
-    Row("padded-rows", "DP2", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED, slow=True),
-    Row("padded-rows", "TP2-SP", f"{BY_FLOPS} --balance-unpad 0", stand_ins=PADDED),
-    Row("padded-rows", "PP3", f"{BY_FLOPS} --balance-unpad 0", stand_ins=(*PADDED, AT_THE_ENDS), slow=True),
-    Row("no-data-in-between", "PP3", f"{BY_FLOPS} --dataloader-inter-document-masking", ours=(AT_THE_ENDS,)),
-    Row("fp8-blockwise", "DP2", ours=fp8("blockwise"), multiple=128),
-    Row("nvfp4", "TP2-SP", ours=fp8("nvfp4"), slow=True, multiple=256),
-    Row("mxfp8", "PP2", ours=fp8("mxfp8"), slow=True, multiple=32),
-    Row("fp8-delayed", "DP4", DYNAMIC_CP, ours=DELAYED, multiple=16),
-    Row("fp8-blockwise", "CP2", ours=fp8("blockwise"), slow=True, multiple=256),
-    # Auxiliary losses depend on which samples share a micro-batch: one each, as stock has them, some with filler.
-    Row(
-        "router-losses-filler",
-        "EP2",
-        f"{MOVED} --balance-shape-bucket 96",
-        "moe",
-        ROUTER_LOSSES,
-        ours=(("stand_ins:whole_counts", {}),),
-    ),
-    # With tensor parallelism stock runs pad every sample to --seq-length, and count the padding.
-    Row("z-loss", "TP2-EP2", MOVED, "moe", "--moe-z-loss-coeff 1e-1 --train-data-path {data}/one-length.jsonl"),
-    Row("router-losses-packed", "DP2", model="moe", flags=WEAK_ROUTER_LOSSES),
-    # Megatron's weighting without --calculate-per-token-loss.
-    *(
-        Row("micro-batch", layout, f"{BY_FLOPS} {WEIGHTED}", slow=slow)
-        for layout, slow in (("DP2", False), ("PP2", True))
-    ),
-    Row("micro-batch-mtp", "DP2", f"{BY_FLOPS} {WEIGHTED}", flags=f"{MTP_FLAGS} --micro-batch-size 2", stand_ins=MTP),
-    *(replace(family(name, "DP2", f"{BY_FLOPS} {WEIGHTED}"), name=f"{name}-micro-batch") for name in FAMILIES),
-    Row("micro-batch", "EP2", f"{BY_FLOPS} {WEIGHTED}", model="moe", slow=True),
-    Row("micro-batch-sharded", "TP2-SP", f"{BY_FLOPS} {WEIGHTED}", flags=SHARDED, precision="bf16", slow=True),
-    Row(
-        "micro-batch-z-loss",
-        "EP2",
-        f"{MOVED} {WEIGHTED}",
-        "moe",
-        "--moe-z-loss-coeff 1e-1 --train-data-path {data}/one-length.jsonl",
-        slow=True,
-    ),
-    Row("sample", "DP4", f"{DYNAMIC_CP} --balance-loss-weighting sample"),
-    # Evaluation; it is in every other row too.
-    Row("validation-sets", "DP2", flags=WHOLE_SETS),
-    Row("validation-sets", "PP2", flags=WHOLE_SETS, slow=True),
-    Row("validation-sets", "CP2", flags=WHOLE_SETS, slow=True),
-    Row("sizes-of-evaluation", "DP2", flags="--eval-global-batch-size 24 --eval-micro-batch-size 2", slow=True),
-    Row("sft", "DP2", flags="--sft", slow=True),
-    # Context-parallel sizes of their own.
-    Row("dynamic-cp", "CP2", f"{DYNAMIC_CP} {RECORDED}"),
-    Row("dynamic-cp", "DP4", DYNAMIC_CP, slow=True),
-    Row("dynamic-cp", "CP2-EP2", DYNAMIC_CP, "moe", slow=True),
-    # A micro-batch has room for one sample of either length, as in stock runs: 48 tokens on one rank, 96 on two.
-    Row(
-        "router-losses-dynamic-cp",
-        "EP2-DP4",
-        DYNAMIC_CP.replace(f"{CAP // 2}", "64"),
-        "moe",
-        f"{ROUTER_LOSSES} --train-data-path {{data}}/two-lengths.jsonl",
-        slow=True,
-    ),
-    Row("dynamic-cp-recomputed", "CP2", f"{DYNAMIC_CP} {RECOMPUTED}", slow=True),
-    Row("dynamic-cp-documents", "CP2-documents", DYNAMIC_CP, slow=True),
-    Row("dynamic-cp-sharded", "CP2", DYNAMIC_CP, flags=SHARDED, precision="bf16", slow=True),
-    # Options of Megatron.
-    Row(
-        "fp16",
-        "DP2",
-        flags="--fp16 --initial-loss-scale 64 --loss-scale-window 2 --hysteresis 1",
-        precision="fp16",
-        slow=True,
-    ),
-    Row(
-        "latent-attention",
-        "DP2",
-        flags="--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
-        "--rope-type rope",
-        slow=True,
-    ),
-    Row(
-        "windowed-cyclic-learned",
-        "DP2",
-        flags="--window-size 64,0 --window-attn-skip-freq 2 --position-embedding-type learned_absolute "
-        "--dataloader-type cyclic --untie-embeddings-and-output-weights --micro-batch-size 2",
-        slow=True,
-    ),
-    Row(
-        "uneven-stages",
-        "PP2",
-        flags="--num-layers 3 --decoder-first-pipeline-num-layers 1 --use-tp-pp-dp-mapping",
-        slow=True,
-    ),
-    Row(
-        "layout-by-hand",
-        "PP2",
-        flags="--num-layers 4 --pipeline-model-parallel-layout Et|t|tt|L --overlap-p2p-communication-warmup-flush",
-        slow=True,
-    ),
-    *FAMILY_ROWS,
-]
+WORDS = {name: word for name, word in globals().items() if isinstance(word, str)} | {"data": "{data}", "run": "{run}"}
+
+
+def row(*, stand_ins=(), ours=(), **columns):
+    """A row of rows.toml; `fp8:RECIPE` among its stand-ins is one of settings."""
+    calls = (
+        [fp8(name[4:])[0] if name.startswith("fp8:") else (name, {}) for name in names] for names in (stand_ins, ours)
+    )
+    texts = {key: text.format_map(WORDS) if isinstance(text, str) else text for key, text in columns.items()}
+    return Row(**texts, **dict(zip(("stand_ins", "ours"), map(tuple, calls), strict=True)))
+
+
+ROWS = [row(**columns) for columns in tomllib.loads((Path(__file__).parent / "rows.toml").read_text())["row"]]
+ROWS += FAMILY_ROWS
 
 ROLLOUTS = "--train-data-path {data}/rollouts.jsonl --valid-data-path {data}/rollouts-valid.jsonl"
 SHARED = f"{BY_FLOPS} --balance-share-prefixes"
