@@ -235,7 +235,6 @@ def _speeds(steps: Sequence[StepRecord]) -> list[int]:
 
 def _planned(step: StepRecord, settings: Settings) -> StepRecord:
     """The step as these settings plan it."""
-    schedule = build_data_schedule(
-        step.lengths, image_patches=step.images, home_ranks=step.home_ranks, **settings.planning
-    )
+    samples: dict[str, Any] = {"image_patches": step.images, "home_ranks": step.home_ranks, "forest": step.forest}
+    schedule = build_data_schedule(step.lengths, **samples, **settings.planning)
     return StepRecord.from_schedule(schedule, iteration=step.iteration)

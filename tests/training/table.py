@@ -232,6 +232,7 @@ SHARED_ROWS = [
     sharing("learned-positions", "DP2", "--position-embedding-type learned_absolute", slow=True),
     sharing("core-recomputed", "TP2-SP", "--recompute-granularity selective --recompute-modules core_attn", slow=True),
     sharing("dense", "PP2", slow=True),
+    sharing("costs-found", "DP2", balance=f"{SHARED} --balance-cost auto:2", slow=True),
     sharing("recomputed", "PP2-VPP2", RECOMPUTED, slow=True),
     sharing("moe", "TP2-EP2", model="moe", slow=True),
     sharing("DeepSeek-V3", "EP2", RECOMPUTED, model="DeepSeek-V3", slow=True),
