@@ -7,7 +7,7 @@ tests/kit that are called in each rank before training (`watched_steps.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,77 +124,7 @@ def fp8(recipe):
     return (("stand_ins:precision_settings", {"settings": settings}),)
 
 
-KERNELS = (("families:kernels", {}),)
-ONE_RATIO = (("stand_ins:mtp_attention", {}), ("stand_ins:mtp_ratio_of_one", {}))
-
-
-def family(name, layout, balance=BY_FLOPS, *, flags="", slow=True):
-    """A row of one of the model families."""
-    positions = (("families:positions_of_three_dimensions", {}),) if "mrope" in FAMILIES[name] else ()
-    marks = {
-        "filler": "bucket" in balance,
-        "mtp": "mtp" in flags,
-        "dynamic-cp": "dynamic-cp" in balance,
-        "recomputed": "recompute" in flags,
-    }
-    of_run = "-".join([name, *(mark for mark, is_set in marks.items() if is_set)])
-    one = ONE_RATIO if "mtp" in flags and "dynamic-cp" in balance else ()
-    return Row(of_run, layout, balance, name, flags, stand_ins=KERNELS + positions + one, slow=slow)
-
-
 FILLER = f"{BY_FLOPS} --balance-shape-bucket 64"
-A2A = "--cp-comm-type a2a"
-ALLGATHER = "--cp-comm-type allgather"
-EIGHT_HEADS = "--linear-num-key-heads 4 --linear-num-value-heads 8"
-FAMILY_ROWS = [
-    family("Qwen3.5-35B-A3B", "DP2", slow=False),
-    family("Qwen3.5-35B-A3B", "DP2", FILLER),
-    *(family("Qwen3.5-35B-A3B", layout) for layout in ("TP2-SP", "CP2", "PP2", "EP2")),
-    family("Nemotron-3-Nano", "DP2", FILLER, slow=False),
-    *(family("Nemotron-3-Nano", layout) for layout in ("DP2", "TP2-SP", "CP2")),
-    family("Nemotron-3-Nano", "PP2", flags="--hybrid-layer-pattern MEM|*EM"),
-    family("Nemotron-3-Nano", "DP2", flags="--hybrid-layer-pattern MEM*E/*E --mtp-loss-scaling-factor 0.3"),
-    family("gpt-oss-20b", "DP2", slow=False),
-    family("gpt-oss-20b", "TP2-SP"),
-    family("gpt-oss-20b", "CP2", flags=A2A),
-    family("DeepSeek-V3.2", "DP2", f"{BY_FLOPS} {RECORDED}", flags="--swiglu", slow=False),
-    family("DeepSeek-V3.2", "TP2-SP"),
-    family("DeepSeek-V3.2", "CP2", flags="--cp-comm-type allgather"),
-    family("GLM-4.5", "DP2"),
-    family("Qwen3-VL", "DP2", slow=False),
-    family("Qwen3-VL", "TP2-SP"),
-    # Context-parallel sizes of their own: four ranks of a static size of 2 or 1, and one of two tensor-parallel ranks.
-    *(family(name, "DP2") for name in ("DeepSeek-V3", "gemma-3-12b")),
-    *(family("DeepSeek-V3", layout, DYNAMIC_CP) for layout in ("CP2", "TP2-SP")),
-    family("DeepSeek-V3", "DP4", DYNAMIC_CP, slow=False),
-    family("DeepSeek-V3", "DP4", DYNAMIC_CP, flags=RECOMPUTED),
-    family("DeepSeek-V3.2", "CP2", DYNAMIC_CP, flags=ALLGATHER, slow=False),
-    family("DeepSeek-V3.2", "DP4", DYNAMIC_CP),
-    family("DeepSeek-V3.2", "DP4", DYNAMIC_CP, flags="--recompute-granularity selective --recompute-modules core_attn"),
-    family("Qwen3.5-35B-A3B", "DP4", DYNAMIC_CP, slow=False),
-    *(family("Qwen3.5-35B-A3B", layout, DYNAMIC_CP, flags=EIGHT_HEADS) for layout in ("CP2", "TP2-SP")),
-    family("Qwen3.5-35B-A3B", "CP2", DYNAMIC_CP, flags=RECOMPUTED),
-    family("Nemotron-3-Nano", "DP4", DYNAMIC_CP, slow=False),
-    *(family("Nemotron-3-Nano", layout, DYNAMIC_CP) for layout in ("CP2", "TP2-SP")),
-    family("Nemotron-3-Nano", "DP4", DYNAMIC_CP, flags="--hybrid-layer-pattern MEM*E/*E --mtp-loss-scaling-factor 0.3"),
-    family("GLM-4.5", "CP2", DYNAMIC_CP, flags=MTP_FLAGS, slow=False),
-    family("GLM-4.5", "DP4", DYNAMIC_CP, flags=f"{MTP_FLAGS} {RECOMPUTED}"),
-    family("Qwen3-VL", "DP4", DYNAMIC_CP, slow=False),
-    family("Qwen3-VL", "DP4", DYNAMIC_CP, flags=RECOMPUTED),
-    family("gemma-3-12b", "DP4", DYNAMIC_CP, flags=A2A, slow=False),
-    family("gemma-3-12b", "CP2", DYNAMIC_CP, flags=A2A),
-    *(
-        replace(
-            family(name, "DP4", DYNAMIC_CP),
-            name=f"{name}-dynamic-cp-fp8-blockwise",
-            ours=fp8("blockwise"),
-            multiple=128,
-        )
-        for name in ("DeepSeek-V3", "DeepSeek-V3.2", "Qwen3.5-35B-A3B", "Nemotron-3-Nano")
-    ),
-]
-"""Families × layouts, see tests/kit/families.py."""
-
 WORDS = {name: word for name, word in globals().items() if isinstance(word, str)} | {"data": "{data}", "run": "{run}"}
 
 
@@ -208,7 +138,7 @@ def row(*, stand_ins=(), ours=(), **columns):
 
 
 ROWS = [row(**columns) for columns in tomllib.loads((Path(__file__).parent / "rows.toml").read_text())["row"]]
-ROWS += FAMILY_ROWS
+FAMILY_ROWS = [row for row in ROWS if row.model in FAMILIES and "--balance-loss-weighting" not in row.balance]
 
 ROLLOUTS = "--train-data-path {data}/rollouts.jsonl --valid-data-path {data}/rollouts-valid.jsonl"
 SHARED = f"{BY_FLOPS} --balance-share-prefixes"
