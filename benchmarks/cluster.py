@@ -18,11 +18,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from training_run import ALLOWANCES, Recorded, search_path, train
+from training_run import ALLOWANCES, Recorded, read_records, search_path, train
 
 from benchmarks.overlay import overlay
 from benchmarks.publish import RAW, Measured, made_by, table
@@ -58,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="train on the standard library's sources")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw the losses into this file")
     parser.add_argument(
-        "--out", type=Path, default=RAW / "cluster", metavar="DIR", help="folder of runs and page; emptied"
+        "--out", type=Path, metavar="DIR", help="new folder of runs and page (default: build/bench/cluster, emptied)"
     )
     parser.add_argument("--minutes", type=float, default=60, help="after which a run is ended (default: 60)")
     parser.add_argument("command", nargs="+", metavar="SCRIPT ARGS", help="what trains, after --")
@@ -67,12 +68,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace) -> Measured:
     if args.steps <= WARM_UP_STEPS:
         raise SystemExit(f"--steps is {args.steps}: the first {WARM_UP_STEPS} do not count, give more.")
-    folder: Path = args.out
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder: Path = args.out or RAW / "cluster"
+    if args.out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif (folder / "record").exists():
+        raise SystemExit(f"--out is {folder}: it has the record of another run, name a new folder.")
+    folder.mkdir(parents=True, exist_ok=True)
     script, *words = args.command
     commands = flags_of_runs(words)
     path = os.pathsep.join([str(Path(script).resolve().parent), search_path()])  # Megatron may lie beside the script
+    rendezvous, num_ranks = shlex.split(args.torchrun), args.ranks or _num_gpus()
+    num_nodes = _values_of(["--nnodes"], rendezvous)[0].nnodes
     shared = ["--train-iters", str(args.steps)]
     if args.text:
         text = write_data(folder / "text", seq_length=MAX_TOKENS, whole=True, in_a_row=(1,), num_samples=None)
@@ -84,13 +90,14 @@ def measure(args: argparse.Namespace) -> Measured:
             run = train(
                 folder / name,
                 [*commands[name], *shared, *record],
-                num_ranks=args.ranks or _num_gpus(),
+                num_ranks=num_ranks,
                 device=args.device,
                 environment={"TRAINING_SCRIPT": script, "PYTHONPATH": path},
                 timeout_seconds=60 * args.minutes,
-                rendezvous=shlex.split(args.torchrun),
+                rendezvous=rendezvous,
                 common="",
             )
+            run = replace(run, ranks=read_records(folder / name, num_ranks=num_ranks * int(num_nodes or 1)))
             runs[name].append(run)
             sys.stderr.write(f"{name}, turn {turn + 1} of {args.turns}: {len(run.steps)} steps\n")
     figures = figures_of_runs(runs, record=read_record(folder / "record"), device=args.device, peak=args.peak)
@@ -116,12 +123,17 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def _values_of(flags: Sequence[str], words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Values of these flags, and the words without them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for flag in flags:
+        parser.add_argument(flag)
+    return parser.parse_known_args(words)
+
+
 def flags_of_runs(words: Sequence[str]) -> dict[str, list[str]]:
     """Flags of stock and of balanced runs, from those of the user."""
-    outputs = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for flag in OUTPUTS:
-        outputs.add_argument(flag)
-    kept = outputs.parse_known_args(words)[1]
+    kept = _values_of(OUTPUTS, words)[1]
     balance = add_balance_args(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     # Not the function of this parser: it checks flags among those of Megatron.
     stock = argparse.ArgumentParser.parse_known_args(balance, kept)[1]

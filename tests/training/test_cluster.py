@@ -35,6 +35,14 @@ def test_losses_are_drawn_as_a_picture_that_says_how_far_apart_they_are():
     assert lines[0][1] != lines[1][1]
 
 
+def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path):
+    (tmp_path / "record").mkdir()
+    parser = argparse.ArgumentParser()
+    cluster.add_options(parser)
+    with pytest.raises(SystemExit, match="it has the record of another run"):
+        cluster.measure(parser.parse_args(["--out", str(tmp_path), "--", "script.py"]))
+
+
 @pytest.mark.slow
 def test_a_command_runs_stock_and_balanced_and_both_are_compared(tmp_path, capsys):
     parser = argparse.ArgumentParser()
