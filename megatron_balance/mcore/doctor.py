@@ -46,21 +46,10 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(True, torch.cuda.get_device_name())
         remedy = "GPUs run packed sequences through it: pip install 'transformer-engine[pytorch]'"
         yield _loaded("transformer_engine.pytorch", package="transformer-engine", remedy=remedy)
+        with contextlib.suppress(RuntimeError):  # torch refuses another one than it was built with
+            yield Finding(True, f"cuDNN {torch.backends.cudnn.version()}")
     else:
         yield Finding(True, "no GPU: training needs one, and transformer-engine")
-    libraries = {"Transformer Engine": version_of("transformer-engine"), "cuDNN": _cudnn_version()}
-    if versions := ", ".join(f"{name} {version}" for name, version in libraries.items() if version):
-        text = "may build or choose attention kernels for each number of sequences and max_seqlen; balanced"
-        yield Finding(True, f"{versions}: {text} micro-batches have few values of the two (docs/megatron.md)")
-
-
-def _cudnn_version() -> str | None:
-    """The version of the cuDNN that torch has loaded: 91002 is 9.10.2, 8902 is 8.9.2."""
-    with contextlib.suppress(RuntimeError):  # torch refuses another one than it was built with
-        if number := torch.backends.cudnn.version():
-            unit = 10_000 if number >= 90_000 else 1_000
-            return f"{number // unit}.{number % unit // 100}.{number % 100}"
-    return None
 
 
 def _loaded(module: str, *, package: str, remedy: str) -> Finding:

@@ -83,7 +83,6 @@ class Telemetry:
         self._timer: StepTimer | None = None
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
         self._interval: list[Figures] = []
-        self._figures: Figures = {}  # of a step that has not ended
         self._began = time.perf_counter()
         self._alarms = Alarms()
         self._memory = (0, 0)
@@ -111,22 +110,23 @@ class Telemetry:
         self._log_interval()
         self._newest_iteration = iteration
         self._read_memory(step)
-        self._figures = figures_of(step)
+        figures = figures_of(step)
+        self._write(figures, iteration=iteration)
         if self._logs:
-            self._log_step(step, iteration=iteration)
+            self._log_step(step, figures=figures, iteration=iteration)
 
-    def _log_step(self, step: BalancedStep, *, iteration: int) -> None:
+    def _log_step(self, step: BalancedStep, *, figures: Figures, iteration: int) -> None:
         schedule, reported = step.schedule, step.reported
         assert schedule is not None, "the first rank plans"
         assert reported is not None, "and gathers"
         began, self._began = self._began, time.perf_counter()
         step_seconds = self._began - began if self._on_gpu else None
-        self._alarms.check(schedule, self._figures, seconds=reported[:, -1] / 1e9, step_seconds=step_seconds)
+        self._alarms.check(schedule, figures, seconds=reported[:, -1] / 1e9, step_seconds=step_seconds)
         if self._record is not None:
             times = {name: getattr(step, name) for name in ("plan_seconds", "exchange_seconds", "exposed_seconds")}
             self._record.add(lambda to: to.add_step(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
         if self._settings.log_interval:
-            self._interval.append(self._figures)
+            self._interval.append(figures)
 
     def timed(self, number: int | None = None) -> AbstractContextManager[None]:
         """Measures a forward pass of the micro-batch of this number, or without one a backward pass."""
@@ -147,21 +147,20 @@ class Telemetry:
         timer, self._timer = self._timer, None
         seconds = timer.seconds(waits=True) if timer and waits else None
         self._read_timers()
-        self._write_figures()
         return seconds
 
-    def _write_figures(self) -> None:
-        args, figures, self._figures = self._args, self._figures, {}
-        if args is None or not figures or self._newest_iteration % args.tensorboard_log_interval:
+    def _write(self, figures: Figures, *, iteration: int) -> None:
+        """To Megatron's writers, which are on its last rank."""
+        if self._args is None or iteration % self._args.tensorboard_log_interval:
             return
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         for name, value in figures.items():
             if tensorboard:
-                tensorboard.add_scalar(f"balance/{name}", value, self._newest_iteration)
+                tensorboard.add_scalar(f"balance/{name}", value, iteration)
             if wandb:
-                wandb.log({f"balance/{name}": value}, self._newest_iteration)
+                wandb.log({f"balance/{name}": value}, iteration)
 
     def report(self, number: int) -> tuple[int, ...]:
         """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""

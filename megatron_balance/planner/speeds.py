@@ -38,7 +38,7 @@ def with_speeds(schedule: DataSchedule, speeds: Sequence[int]) -> DataSchedule:
     work = schedule.cost_grid.sum(axis=1)
     shift = max(int(work.sum()).bit_length() - _BITS, 0)
     work = (work >> shift).astype(np.int64)
-    costs: Ints = (schedule.cost_model.total_cost(tokens) // topology.gpus_per_rank >> shift).astype(np.int64)
+    costs: Ints = (schedule.cost_model(tokens) // topology.gpus_per_rank >> shift).astype(np.int64)
     for _ in range(MAX_ROUNDS * len(speed)):
         ends = (work << _BITS // 2) // speed
         last, first = int(ends.argmax()), int(ends.argmin())
