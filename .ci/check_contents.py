@@ -92,7 +92,7 @@ def metadata_faults(path: Path) -> list[str]:
     ]
     readme = str(fields.get_payload())
     problems += [f"a registry cannot follow {link}" for link in re.findall(r"\]\((?!https?://)[^)]*\)", readme)]
-    if "## Try it" not in readme:
+    if "## Compared with" not in readme:
         problems.append("it lacks the README")
     return problems
 
