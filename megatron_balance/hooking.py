@@ -26,21 +26,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_balance.errors import BalanceError, RefusedError
 
-__all__ = [
-    "ANY_VERSION",
-    "Function",
-    "Hook",
-    "Installation",
-    "Patches",
-    "check_not_started",
-    "hooks_of_release",
-    "install_hooks",
-    "is_off",
-    "launch",
-    "patched_attrs",
-    "quiet_imports",
-]
-
 Settings = TypeVar("Settings")
 Row = TypeVar("Row", bound=Any)
 Function = Callable[..., Any]
@@ -206,7 +191,8 @@ def _owner(path: str) -> Any:
 class Undoable(Protocol):
     """Something installed that can be removed: `Patches`, or an entry in a system's registry."""
 
-    def undo(self) -> None: ...  # a BalanceError where other code has wrapped it since; nothing is changed then
+    def undo(self) -> None:
+        """Remove it; a BalanceError, and no change, where other code has wrapped it since."""
 
 
 class Installation(Generic[Settings]):

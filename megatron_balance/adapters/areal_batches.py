@@ -42,12 +42,6 @@ def divide(
         raise BalanceError(
             f"the number of items ({len(lengths)}) must be divisible by group_size ({unit_size}), which stay together."
         )
-    num_units = len(lengths) // unit_size
-    if num_units < dp_size:
-        raise BalanceError(
-            f"{num_units} trajectories (or groups of them) for {dp_size} data-parallel ranks: their number must be >= "
-            "that of the ranks, so that every rank has one. Raise the batch size, or use fewer ranks."
-        )
     costs = [
         sum(int(sample_costs(np.array(item), cost_model=cost_model).sum()) for item in lengths[start:][:unit_size])
         for start in range(0, len(lengths), unit_size)

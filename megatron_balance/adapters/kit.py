@@ -91,7 +91,10 @@ def even_parts(costs: Sequence[int] | Ints, *, num_parts: int, equal_count: bool
     """
     values = costs.tolist() if isinstance(costs, np.ndarray) else list(costs)
     if not 1 <= num_parts <= len(values):
-        raise BalanceError(f"the number of parts is {num_parts}: it must be from 1 to the {len(values)} items.")
+        raise BalanceError(
+            f"{len(values)} items (or groups of them) for {num_parts} parts, such as ranks: every part gets one. Give "
+            "more items, by a larger batch, or fewer parts."
+        )
     # Divided by one power of two where the sum would leave int64.
     shift = max(0, sum(values).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
     scaled = np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)

@@ -19,7 +19,7 @@ def test_every_row_comes_out_once(lengths, dp_size):
     batches = [make_trajectory(number, rows) for number, rows in enumerate(lengths)]
     num_rows = sum(map(len, lengths))
     if num_rows < dp_size:
-        with pytest.raises(BalanceError, match=f"{num_rows} trajectories.*{dp_size} data-parallel ranks"):
+        with pytest.raises(BalanceError, match=f"{num_rows} items.*for {dp_size} parts"):
             areal.balance_batch(batches, dp_size)
         return
     balanced = areal.balance_batch(batches, dp_size)

@@ -180,7 +180,7 @@ def test_the_coordinator_gives_every_head_its_share(method, counts, single):
         ({"at_fault": 0, "fails": True, "single_rank_load": True}, "ConnectionError: the inference server is gone"),
         ({"at_fault": 2, "without_mask": True}, "attention_mask is a NoneType"),
         ({"at_fault": 2, "no_dict": True}, "AttributeError: 'list' object has no attribute"),
-        ({"lengths": [[[5]], [], [], []]}, "1 trajectories (or groups of them) for 2 data-parallel ranks"),
+        ({"lengths": [[[5]], [], [], []]}, "1 items (or groups of them) for 2 parts"),
     ],
 )
 def test_what_one_head_meets_raises_on_ranks_without_data_too(arguments, text):
