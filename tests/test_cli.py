@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tomllib
+from recorded_runs import write_record
 
 from megatron_balance import Limits, Topology, build_data_schedule
 from megatron_balance.cli import main
@@ -62,6 +65,29 @@ def test_the_seed_decides_the_order(lengths_file, tmp_path):
     assert lengths_of("--shuffle") == lengths_of("--shuffle", "0") != lengths_of()
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What command lines of the table name: a record, prompts with responses, the page that is written."""
+    folder = tmp_path_factory.mktemp("refused")
+    write_record(folder / "record", num_steps=1)
+    row = {"input_ids": [1, 2, 3], "prompt": 2, "num_tokens": 3, "group": 0}
+    (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
+    return {"RECORD": folder / "record", "ROLLOUTS": folder / "rollouts.jsonl", "PAGE": folder / "page.html"}
+
+
+REFUSED = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED["refused"])
+def test_an_error_is_one_line_and_status_2(command, said, files, capsys):
+    words = shlex.split(command.replace("BATCH", REFUSED["batch"]))
+    assert main([str(files.get(word, word)) for word in words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("megatron-balance: ")
+    assert message.count("\n") == 1
+    assert said in message
+
+
 def test_debug_shows_where_an_error_comes_from():
     with pytest.raises(ValueError, match="cannot be read"):
         main(["--debug", "compare", "missing.npy", *BATCH])
@@ -113,15 +139,10 @@ def test_lengths_from_standard_input_and_json_to_standard_output():
 
 
 def test_a_visitor_is_led_on(capsys):
-    """Faults: the bare command was an error, and flags before -- were unrecognized without a remedy."""
+    """Fault: the bare command was an error."""
     with pytest.raises(SystemExit, match="0"):
         main([])
     assert "start here:" in capsys.readouterr().out
-    assert main(["doctor", "--num-layers", "2"]) == 2
-    assert (
-        "unrecognized arguments: --num-layers (flags of your training script go after --; see"
-        in capsys.readouterr().err
-    )
     for module, words in (("launch", "--balance-by-flops"), ("adapters.verl", "--model MODEL")):
         command = [sys.executable, "-m", f"megatron_balance.{module}", "--help"]
         assert words in subprocess.run(command, capture_output=True, text=True, check=True).stdout

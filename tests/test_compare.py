@@ -135,6 +135,8 @@ def test_what_samples_share_is_found_or_given(columns, shuffle, rollouts, tmp_pa
     capsys.readouterr()
     assert compare(tmp_path / "compare.jsonl") == 0
     assert "trees: 8," in capsys.readouterr().out
+    assert compare(rollouts, *batch_of(32, 2, 4096), "--cp-size", 2, *flags[:4]) == 0
+    assert "share-prefixes is not compared: context-parallel" in capsys.readouterr().out
 
 
 def test_the_scripts_split_of_layers_counts(tmp_path, capsys):
@@ -516,66 +518,3 @@ def test_a_record_keeps_who_loaded_what(tmp_path):
     of_ranks = [step.lengths.reshape(4, -1).sum(axis=1) for step in steps]
     kept = figures_of(tmp_path, folder)["policies"]["packed"]["step_imbalance"]
     assert kept == pytest.approx(np.mean([tokens.max() / tokens.mean() for tokens in of_ranks]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--share-prefixes", "prompt"], "give tokens, or the columns PROMPT_TOKENS,GROUP"),
-        (["--share-prefixes", "prompt,nothing"], "has no field 'nothing'"),
-        (["--share-prefixes", "tokens", "--key", "prompt"], "has no lists of tokens 'prompt'"),
-        (
-            ["--share-prefixes", "tokens", "--data", "padded", "--seq-length", "512"],
-            "needs --data samples; it is padded",
-        ),
-        (["--share-prefixes", "tokens", "--cp-size", "2"], "share-prefixes is not compared: context-parallel"),
-    ],
-)
-def test_what_cannot_be_shared_is_named(flags, message, rollouts, capsys):
-    compare(rollouts, *batch_of(32, 2, 4096), *flags)
-    output = capsys.readouterr()
-    assert message in output.out + output.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["synthetic:gsm8k_sft:many", *BATCH], "it must be synthetic:NAME, :NAME:N or :NAME:N:SEED"),
-        (["synthetic:gsm8k_sft:10", *BATCH], "need 64 rows, but there are 10: lower it"),
-        (["synthetic:gsm8k_sft", *BATCH, "--shuffle", "-1"], "--shuffle is -1"),
-        (["synthetic:gsm8k_sft", *BATCH, "--dp-size", "six"], "--dp-size is six: it must be an integer from 1 to"),
-        (["synthetic:gsm8k_sft"], "--global-batch-size"),
-        # Fault: options that did nothing here were ignored in silence.
-        (["synthetic:gsm8k_sft", *BATCH, "--algorithm", "foo", "--recompute"], "unrecognized arguments: --algorithm"),
-        (["synthetic:gsm8k_sft", *BATCH, "--policy", "fastest"], "it must be one of stock, packed, balance-data"),
-        (["synthetic:gsm8k_sft", *BATCH, "--global-batch-size", "250"], "is not a multiple of --dp-size 4"),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen/Qwen9-8B"], "give the path of its config.json"),
-        (["synthetic:gsm8k_sft", *BATCH, "--seq-length", "64"], "--data is samples: leave out --seq-length"),
-        (
-            ["synthetic:gsm8k_sft", "--global-batch-size", "8"],
-            "--dp-size, --max-tokens-per-gpu missing: compare needs them",
-        ),
-        (["synthetic:gsm8k_sft", *BATCH, "--no"], "see megatron-balance compare --help)"),
-        (["synthetic:gsm8k_sft", *BATCH, "--device", "989"], "the cost is tokens, not FLOPs: add --model"),
-        (
-            ["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "H100"],
-            "give TFLOPS above 0, LINEAR or LINEAR,ATTENTION",
-        ),
-        (["synthetic:gsm8k_sft", *BATCH, "--model", "Qwen3-8B", "--device", "-1"], "--device is '-1'"),
-        (["synthetic:gsm8k_sft", *BATCH, "--key", "length"], "which has no columns: drop --key"),
-        (["RECORD", "--global-batch-size", "8"], "--global-batch-size given: a record has its own, drop it"),
-        (["RECORD", "--key", "n"], "--key given: a record has its own"),
-        (["RECORD", "--steps", "9"], "the record has 1 steps with samples; --steps is 9"),
-        (["RECORD", "--ep-size", "2"], "--ep-size given: a record has its own"),
-        # Fault: groups of experts that no ranks can form, or a model without experts, were compared nevertheless.
-        (["synthetic:gsm8k_sft", *BATCH, "--ep-size", "3"], "--ep-size is 3: experts take groups of 3 ranks"),
-        (["synthetic:gsm8k_sft", *BATCH, "--ep-size", "2", "--model", "Qwen3-8B"], "Qwen3-8B has no experts; drop it"),
-    ],
-)
-def test_an_error_is_one_line_and_status_2(arguments, said, tmp_path, capsys):
-    write_record(tmp_path / "record", num_steps=1)
-    assert compare(*(word.replace("RECORD", str(tmp_path / "record")) for word in arguments)) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("megatron-balance: ")
-    assert message.count("\n") == 1
-    assert said in message

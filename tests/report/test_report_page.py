@@ -218,10 +218,3 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path):
     stock, _, measured = data_of(page, "charts")[0]["lines"]
     assert None not in stock["y"]
     assert [value is None for value in measured["y"]] == [False] * 7 + [True] * 2
-
-
-def test_what_is_no_record_is_named(tmp_path, capsys):
-    assert main(["report", "missing.json", "--out", str(tmp_path / "page.html")]) == 2
-    assert "'missing.json' is neither a run record nor a file of compare --json" in capsys.readouterr().err
-    assert main(["report", "missing.json", "--peak", "0", "--out", str(tmp_path / "page.html")]) == 2
-    assert "--peak is 0: it must be TFLOP/s above 0" in capsys.readouterr().err
