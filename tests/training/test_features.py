@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from table import BY_FLOPS, COMMON, NUM_STEPS, ROWS
-from test_matrix import FIGURES, microbatches, run_of, samples
+from test_matrix import microbatches, run_of, samples
 from training_run import assert_equal
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
@@ -100,18 +100,6 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train, row
     assert said == [("32.0", str(cap))]
     assert read_record(ran.folder / "record").measured_cap == cap
     assert [line["numbers"].get("balance/peak_GiB") for line in ran.of_kind("logged")[-1]] == [None] * 5 + [32.0]
-
-
-@about("DP2", "by-flops")
-def test_tensorboard_has_the_figures(train, row):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    ran = train(f"{row.stock} {row.balance} --tensorboard-dir {{run}}/tensorboard")
-    read = events.EventAccumulator(str(ran.folder / "tensorboard"))
-    read.Reload()
-    costs = [step.costs.sum(axis=1) for step in read_record(ran.folder / "record").steps]
-    written = [(event.step, event.value) for event in read.Scalars("balance/planned_imbalance")]
-    assert written == [(number, pytest.approx(of.max() / of.mean())) for number, of in enumerate(costs, start=1)]
-    assert {tag.removeprefix("balance/") for tag in read.Tags()["scalars"]} > FIGURES | {"lm loss"}
 
 
 @pytest.mark.parametrize(
