@@ -123,6 +123,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     log_lines += costs.log_lines
     if topology.max_cp_size and options["balance_dynamic_cp"] == ALL_RANKS:
         log_lines.append(f"at most {topology.max_cp_size} ranks share a sample: each gets as many heads of its layers.")
+    warnings = [*cautions(options), *logits_caution(options, topology=topology)]
     num_tuned, tuned = autotuned(options)
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
@@ -153,16 +154,13 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         counts_router_tokens=_routers_count_tokens(options),
         few_shapes=_takes_empty_sequences(options),
         policy=policy_of(options),
-        row_tokens=options.get("seq_length") if _fills_rows(options) else None,
+        row_tokens=options.get("seq_length") if holds("sft/dataloader_inter_document_masking", options) else None,
         num_rows=options.get("global_batch_size"),
         tuned_steps=num_tuned,
         tuned=tuned,
         costs_of=costs_of,
         resumes=bool(options.get("load") and options.get("iteration")),
-        log_lines=(
-            *log_lines,
-            *(f"WARNING: {text}" for text in (*cautions(options), *logits_caution(options, topology=topology))),
-        ),
+        log_lines=(*log_lines, *(f"WARNING: {text}" for text in warnings)),
     )
 
 
@@ -191,10 +189,6 @@ def logits_caution(options: Options, *, topology: Topology) -> list[str]:
 
 
 _FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
-
-
-def _fills_rows(options: Options) -> bool:
-    return bool(options.get("sft") or options.get("dataloader_inter_document_masking"))
 
 
 def timeout_of(options: Options) -> timedelta:
