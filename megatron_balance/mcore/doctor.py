@@ -46,7 +46,7 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(True, torch.cuda.get_device_name())
         remedy = "GPUs run packed sequences through it: pip install 'transformer-engine[pytorch]'"
         yield _loaded("transformer_engine.pytorch", package="transformer-engine", remedy=remedy)
-        with contextlib.suppress(RuntimeError):  # torch refuses another one than it was built with
+        with contextlib.suppress(RuntimeError, ValueError):  # torch refuses another one than it was built with
             yield Finding(True, f"cuDNN {torch.backends.cudnn.version()}")
     else:
         yield Finding(True, "no GPU: training needs one, and transformer-engine")

@@ -76,7 +76,7 @@ class BalancedForwardBackward:
         # In Megatron's own loop the first rank of a tensor-parallel group reads for all.
         dp_group = layout.data_group(timeout=timeout, on_every_tensor_rank=args is None)
         replica = layout.replica_group(timeout=timeout)
-        self._layout, self._coords, loads_data = layout, layout.this_rank, dp_group is not None
+        self._coords, loads_data = layout.this_rank, dp_group is not None
         self._telemetry = Telemetry(settings, layout=layout, loads_data=loads_data, args=args)
         shared: Any = {"dp_group": dp_group, "coords": self._coords}
         builder = StepBuilder(settings, **shared, report=self._telemetry.report)
@@ -136,12 +136,12 @@ class BalancedForwardBackward:
                     return schedule(**arguments)
                 self._eval_steps_left -= 1
                 source, number = self._source(arguments), arguments["num_microbatches"]
-                step = self._evaluation.balance(source, num_microbatches=number)
+                self.last_step = step = self._evaluation.balance(source, num_microbatches=number)
                 if self._settings.overlap and self._eval_steps_left:
                     name = f"evaluation after iteration {iteration}"
                     self._evaluation.prepare(source, num_microbatches=number, name=name)
                 losses = self._run(schedule, step, arguments)
-            self._warn_of_means(losses)
+            _warn_of_means(losses)
             return losses
 
     def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
@@ -185,7 +185,7 @@ class BalancedForwardBackward:
         if tuner is not None and tunes:
             self._use(tuner.end(step, iteration=iteration, seconds=seconds))
         self._num_steps += 1
-        self._warn_of_means(losses)
+        _warn_of_means(losses)
         return losses
 
     def _use(self, settings: Settings) -> None:
@@ -231,21 +231,22 @@ class BalancedForwardBackward:
                 if self.cp_groups is not None:
                     self.cp_groups.restore_engine_attention(model)
 
-    def _warn_of_means(self, losses: Any) -> None:
-        """Name each loss that Megatron logs as a mean of micro-batches; other loops return anything."""
-        reports = losses[0] if self._layout.is_last and isinstance(losses, list) and losses else None
-        for loss, value in reports.items() if isinstance(reports, dict) else ():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                warn_once(
-                    f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, "
-                    "which have unequal numbers of tokens in a balanced run. Return the sum over tokens and their "
-                    "number.",
-                    every_rank=True,
-                )
-
 
 def _for_evaluation(settings: Settings) -> Settings:
     return replace(settings, limits=settings.eval_limits or settings.limits)
+
+
+def _warn_of_means(losses: Any) -> None:
+    """Name each loss that Megatron logs, on its last rank, as a mean of micro-batches; other loops return anything."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    reports = losses[0] if is_last and isinstance(losses, list) and losses else None
+    for loss, value in reports.items() if isinstance(reports, dict) else ():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            warn_once(
+                f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, which "
+                "have unequal numbers of tokens in a balanced run. Return the sum over tokens and their number.",
+                every_rank=True,
+            )
 
 
 class StepPrefetcher:

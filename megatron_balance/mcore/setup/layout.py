@@ -80,11 +80,6 @@ class Layout:
         """The coordinates of this rank."""
         return self.coords[self.rank]
 
-    @property
-    def is_last(self) -> bool:
-        """True on the rank on which Megatron has its writers."""
-        return dist.get_rank() == dist.get_world_size() - 1
-
     def leads_replica(self, *, each_cp_rank: bool = False) -> bool:
         """True if this rank represents its model replica, or a context-parallel rank of it."""
         return not (self.this_rank.tp or self.this_rank.pp or (self.this_rank.cp and not each_cp_rank))

@@ -39,7 +39,8 @@ def run(folder, *, num_ranks=2, **settings):
 )
 def test_trains_and_evaluates_as_stock(tmp_path, settings, num_ranks):
     stock = run(tmp_path / "stock", num_ranks=num_ranks, **settings)
-    balanced = run(tmp_path / "balanced", num_ranks=num_ranks, install=BALANCED, **settings)
+    install = BALANCED | {"flags": ["--balance-verify"]}
+    balanced = run(tmp_path / "balanced", num_ranks=num_ranks, install=install, **settings)
     assert len(balanced.steps) == NUM_STEPS
     assert_equal(balanced, reference=stock)
     ours, reference = balanced.steps[0], stock.steps[0]
@@ -55,6 +56,7 @@ def test_trains_and_evaluates_as_stock(tmp_path, settings, num_ranks):
         assert len(samples) > NUM_PACKS  # sequences, not packs
         assert max(step["imbalance"]) < 1.1 * sum(step["imbalance"]) / len(step["imbalance"])
     assert "megatron_balance: iteration 4 |" in balanced.output
+    assert "--balance-verify: the first step equals stock" in balanced.output
 
 
 def test_means_of_micro_batches_are_weighed_as_stock(tmp_path):
