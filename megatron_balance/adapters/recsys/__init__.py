@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from megatron_balance.adapters.kit import Hook, Installation
+from megatron_balance.adapters.kit import Function, Hook, Installation
 from megatron_balance.errors import BalanceError
 
 __all__ = ["NAME", "install", "is_installed"]
@@ -70,26 +69,22 @@ def _hooks() -> list[Hook]:
     except ModuleNotFoundError as error:
         raise BalanceError(f"recsys-examples needs {error.name}, which is not installed: install torchrec.") from error
 
-    def task_flops(model: str) -> Callable[..., Any]:
-        def get_workloads(self: Any, seqlen: Any, num_heads: int | None = 1, head_dim: int | None = 1) -> Any:
+    def task_flops(model: str) -> Function:
+        def get_workloads(
+            _: Function, self: Any, seqlen: Any, num_heads: int | None = 1, head_dim: int | None = 1
+        ) -> Any:
             cost_model = shuffler.layer_cost(model, num_heads=num_heads or 1, head_dim=head_dim or 1)
             return shuffler.workloads(seqlen, cost_model=cost_model)
 
         return get_workloads
 
-    shuffler_class, task = f"{_SHUFFLERS}:BaseTaskBalancedBatchShuffler", "self seqlen num_heads head_dim"
-    rows: dict[str, tuple[str, Callable[..., Any]]] = {
-        f"{shuffler_class}.shuffle": (
-            "self batch pg_group return_indices return_workloads use_all2all",
-            shuffler.shuffle,
-        ),
-        f"{shuffler_class}.start_shuffle_async": ("self batch pg_group", shuffler.start_shuffle_async),
-        f"{shuffler_class}.finish_shuffle": ("self batch handle pg_group use_all2all", shuffler.finish_shuffle),
-        f"{_TASKS}:HSTUAttentionTask.get_workloads": (task, task_flops("hstu")),
-        f"{_TASKS}:SelfAttentionTask.get_workloads": (task, task_flops("sid_gr")),
-    }
     reason = "padding has a mask, weights and shapes are kept, indices describe the order; int32 lengths do not wrap"
-    return [
-        Hook(target=target, parameters=tuple(parameters.split()), wrap=lambda _, new=new: new, reason=reason)
-        for target, (parameters, new) in rows.items()
-    ]
+    shuffler_class = f"{_SHUFFLERS}:BaseTaskBalancedBatchShuffler"
+    rows: dict[str, Function] = {
+        f"{shuffler_class}.shuffle": shuffler.shuffle,
+        f"{shuffler_class}.start_shuffle_async": shuffler.start_shuffle_async,
+        f"{shuffler_class}.finish_shuffle": shuffler.finish_shuffle,
+        f"{_TASKS}:HSTUAttentionTask.get_workloads": task_flops("hstu"),
+        f"{_TASKS}:SelfAttentionTask.get_workloads": task_flops("sid_gr"),
+    }
+    return [Hook.around(target, balanced, reason=reason) for target, balanced in rows.items()]

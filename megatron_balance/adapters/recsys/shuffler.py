@@ -1,4 +1,6 @@
-"""The shuffler's methods with upstream's signatures: `shuffle`, or its two halves around the model's forward pass.
+"""The shuffler's methods: `shuffle`, or its two halves around the model's forward pass.
+
+They take upstream's own, and then its parameters.
 
 All ranks learn the workloads (FLOPs of one layer) and lengths of all real samples, plan alike, and move them, all
 columns in one exchange. Every rank gets nearly the same workload, and as many samples or one fewer.
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from megatron_balance.adapters.kit import even_parts
+from megatron_balance.adapters.kit import Function, even_parts
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
@@ -53,6 +55,7 @@ class PendingShuffle:
 
 
 def shuffle(
+    stock: Function,
     self: Any,
     batch: Any,
     pg_group: dist.ProcessGroup | None = None,
@@ -68,8 +71,8 @@ def shuffle(
     are 0 for padding. `use_all2all` does not matter: all-gather gives the same batch, so all-to-all moves them.
     BalanceError on every rank where batches differ, or one cannot be cut into samples.
     """
-    pending = start_shuffle_async(self, batch, pg_group, *args, **kwargs)
-    outputs = [finish_shuffle(self, batch, pending)]
+    pending = start_shuffle_async(stock, self, batch, pg_group, *args, **kwargs)
+    outputs = [finish_shuffle(stock, self, batch, pending)]
     if return_indices or return_workloads:
         gathered, size, dp_size = pending.gathered, batch.batch_size, pending.group.size()
         home = gathered.home_ranks
@@ -85,7 +88,7 @@ def shuffle(
 
 
 def start_shuffle_async(
-    self: Any, batch: Any, pg_group: dist.ProcessGroup | None = None, *args: Any, **kwargs: Any
+    stock: Function, self: Any, batch: Any, pg_group: dist.ProcessGroup | None = None, *args: Any, **kwargs: Any
 ) -> PendingShuffle:
     """The first half: gathers workloads and lengths, and plans in the shuffler's thread; raises as `shuffle`."""
     group = dist.group.WORLD if pg_group is None else pg_group
@@ -99,6 +102,7 @@ def start_shuffle_async(
 
 
 def finish_shuffle(
+    stock: Function,
     self: Any,
     batch: Any,
     handle: PendingShuffle,
