@@ -19,6 +19,7 @@ BENCHMARKS = {
     "quickstart": "benchmarks.quickstart",
     "planner": "benchmarks.planner.command",
     "pipelines": "benchmarks.pipelines.command",
+    "prefixes": "benchmarks.prefixes",
     "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",
     "cluster": "benchmarks.cluster",
