@@ -39,12 +39,14 @@ def with_speeds(schedule: DataSchedule, speeds: Sequence[int]) -> DataSchedule:
     shift = max(int(work.sum()).bit_length() - _BITS, 0)
     work = (work >> shift).astype(np.int64)
     costs: Ints = (schedule.cost_model(tokens) // topology.gpus_per_rank >> shift).astype(np.int64)
+    num_samples = np.bincount(slots // schedule.num_microbatches, minlength=len(speed))
+    samples_of = np.split(schedule.sample_ids(), np.cumsum(num_samples)[:-1])
     for _ in range(MAX_ROUNDS * len(speed)):
         ends = (work << _BITS // 2) // speed
         last, first = int(ends.argmax()), int(ends.argmin())
         # What both end at the same time without.
         surplus = int(work[last] * speed[first] - work[first] * speed[last]) // int(speed[last] + speed[first])
-        given, taken = (np.flatnonzero(slots // schedule.num_microbatches == rank) for rank in (last, first))
+        given, taken = samples_of[last], samples_of[first]
         moved = costs[given][:, None] - costs[taken]
         grown = tokens[given][:, None] - tokens[taken]
         fits = (grown <= room[slots[taken]]) & (-grown <= room[slots[given]][:, None])
@@ -53,6 +55,7 @@ def with_speeds(schedule: DataSchedule, speeds: Sequence[int]) -> DataSchedule:
             break
         index, peer = divmod(int(misses.argmin()), len(taken))
         pair = np.array([given[index], taken[peer]])
+        given[index], taken[peer] = pair[::-1]
         work[[last, first]] += moved[index, peer] * np.array([-1, 1])
         room[slots[pair]] += grown[index, peer] * np.array([1, -1])
         slots[pair] = slots[pair[::-1]]
