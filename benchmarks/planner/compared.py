@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plan_judge import figures_of_ranks
 
 from benchmarks.dynamic_cp.dev_scheduler import CHECKOUT, Rows, load_scheduler
 from benchmarks.planner.baselines import (
@@ -33,12 +32,12 @@ from benchmarks.planner.baselines import (
     round_robin,
     split_bins,
 )
-from benchmarks.planner.measure import timed
+from benchmarks.planner.measure import judged, timed
 from benchmarks.planner.setups import MIXED_LENGTHS, Setup, global_batches
 from benchmarks.planner.wheels import verl_wheel
 from benchmarks.publish import table
 from megatron_balance import CostModel, ModelShape, Topology, build_data_schedule
-from megatron_balance.planner import Assignment, Problem, ScheduleMetrics
+from megatron_balance.planner import Assignment, Problem
 
 
 class LaunchedSetup(Setup):
@@ -162,14 +161,6 @@ def compared(*, lengths_folder: Path | None, num_batches: int) -> dict[str, Any]
                 statistics.median(cpu_ms for _, cpu_ms in timings),
             ]
     return {"ways": figures, "bounds": bounds, "num_batches": len(batches)}
-
-
-def judged(plan: Ranks | Assignment, *, batch: NDArray[np.int64], setup: Setup) -> ScheduleMetrics:
-    """Figures of a plan by the setup's cost model."""
-    if isinstance(plan, Assignment):
-        return plan.metrics()
-    options = {"cost_model": setup.cost_model, "topology": setup.topology, "limits": setup.limits}
-    return figures_of_ranks(plan, batch.tolist(), objective=setup.objective, **options)
 
 
 def compared_text(figures: Mapping[str, Any]) -> str:

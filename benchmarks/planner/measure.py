@@ -15,7 +15,7 @@ from plan_judge import figures_of_ranks
 
 from benchmarks.planner.baselines import BASELINES, Ranks
 from benchmarks.planner.setups import Setup
-from megatron_balance.planner import ScheduleMetrics
+from megatron_balance.planner import Assignment, ScheduleMetrics
 
 REPEATED_BELOW_SECONDS = 0.25
 """Plans quicker than this are made three times: the median of their times is less noisy."""
@@ -67,7 +67,7 @@ def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]])
     # Imports leave a million objects: without them collections take no part of a plan's time.
     gc.freeze()
 
-    judged: list[ScheduleMetrics] = []
+    plans: list[ScheduleMetrics] = []
     times: list[float] = []
     errors: list[str] = []
     for batch in batches:
@@ -79,36 +79,33 @@ def measure_row(planner: str, *, setup: Setup, batches: list[NDArray[np.int64]])
         if cpu_ms < REPEATED_BELOW_SECONDS * 1e3:
             cpu_ms = statistics.median([cpu_ms, plan(batch)[1], plan(batch)[1]])
         times.append(cpu_ms)
-        judged.append(_judged(ranks, batch=batch, setup=setup))
+        plans.append(judged(ranks, batch=batch, setup=setup))
         if sum(times) > SLOWEST_ROW_SECONDS * 1e3:
             break
 
     notes = [f"{name} on {errors.count(name)} of {len(batches)}" for name in sorted(set(errors))]
-    if len(judged) + len(errors) < len(batches):
-        notes.append(f"first {len(judged)} of {len(batches)} batches")
-    if not judged:
+    if len(plans) + len(errors) < len(batches):
+        notes.append(f"first {len(plans)} of {len(batches)} batches")
+    if not plans:
         return Row(setup.name, planner, "; ".join(notes), num_failed=len(errors))
-    ratios = [metrics.over_bound for metrics in judged]
+    ratios = [metrics.over_bound for metrics in plans]
     return Row(
         setup.name,
         planner,
         "; ".join(notes),
-        num_batches=len(judged),
+        num_batches=len(plans),
         num_failed=len(errors),
         mean_over_bound=statistics.fmean(ratios),
         max_over_bound=max(ratios),
-        num_over_cap=sum(metrics.num_over_cap for metrics in judged),
-        num_microbatches=sum(metrics.num_microbatches for metrics in judged) * setup.topology.dp_size,
+        num_over_cap=sum(metrics.num_over_cap for metrics in plans),
+        num_microbatches=sum(metrics.num_microbatches for metrics in plans) * setup.topology.dp_size,
         plan_cpu_ms=statistics.median(times),
     )
 
 
-def _judged(ranks: Ranks, *, batch: NDArray[np.int64], setup: Setup) -> ScheduleMetrics:
-    return figures_of_ranks(
-        ranks,
-        batch.tolist(),
-        cost_model=setup.cost_model,
-        topology=setup.topology,
-        limits=setup.limits,
-        objective=setup.objective,
-    )
+def judged(plan: Ranks | Assignment, *, batch: NDArray[np.int64], setup: Setup) -> ScheduleMetrics:
+    """Figures of a plan, by the setup's cost model where it has none of its own."""
+    if isinstance(plan, Assignment):
+        return plan.metrics()
+    options = {"cost_model": setup.cost_model, "topology": setup.topology, "limits": setup.limits}
+    return figures_of_ranks(plan, batch.tolist(), objective=setup.objective, **options)

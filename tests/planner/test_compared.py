@@ -5,7 +5,8 @@ from itertools import chain
 import numpy as np
 
 from benchmarks.planner.baselines import round_robin
-from benchmarks.planner.compared import SETUPS, dev_sizes, judged, packed
+from benchmarks.planner.compared import SETUPS, dev_sizes, packed
+from benchmarks.planner.measure import judged
 
 LENGTHS = np.array([9000, 300, 8000, 40, 500, 6000, 700, 900, 60, 70, 80, 90, 11000, 200, 210, 220])
 
