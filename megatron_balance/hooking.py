@@ -108,17 +108,17 @@ class Patches:
     """Puts objects in the place of others. `undo()` restores those, last first."""
 
     def __init__(self, bindings: list[_Binding]) -> None:
-        self._bindings = bindings
+        self.bindings = bindings
         for owner, name, _, wrapped in bindings:
             setattr(owner, name, wrapped)
 
     def undo(self) -> None:
         """Restore the original objects; BalanceError, and no change, where other code has replaced one since."""
-        for owner, name, _, wrapped in self._bindings:
+        for owner, name, _, wrapped in self.bindings:
             if vars(owner).get(name) is not wrapped:
                 raise BalanceError(f"{owner.__name__}.{name} was replaced after it was hooked: undo that first.")
-        while self._bindings:
-            owner, name, original, _ = self._bindings.pop()
+        while self.bindings:
+            owner, name, original, _ = self.bindings.pop()
             setattr(owner, name, original)
 
 
@@ -220,6 +220,11 @@ class Installation(Generic[Settings]):
         self._system, self._remedy, self._versions = system, remedy, tuple(versions)
         self._version_of = version_of or _version_of_distribution
         self._in_place: list[Undoable] = []
+
+    def __repr__(self) -> str:
+        """How many hooks are in place, and where: `1 hook in json`."""
+        count = sum(len(patches.bindings) for patches in self._in_place if isinstance(patches, Patches))
+        return f"{count or 'no'} hook{'s' * (count > 1)} in {self._system}"
 
     def is_installed(self) -> bool:
         """True while the hooks are in place."""
