@@ -9,20 +9,23 @@ is escaped; what charts show is in its captions and tables as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.record.fit import NOTABLE_ERROR
-from megatron_balance.report.charts import TITLES, charts_of
 from megatron_balance.report.figures import PolicyFigures, RunFigures, amount
 from megatron_balance.report.timelines import timeline_data
 
-MUCH_WAITING = 0.01
-"""Part of a step that no plan removes, above which the page says what does."""
+TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measured"}
+"""Name of a policy in charts and tables."""
+
+MAX_POINTS = 1500
+"""Most micro-batches drawn in a chart; figures in captions are over all."""
 
 NONE = "–"
 """A cell without a value."""
@@ -47,7 +50,6 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["script"] = script
-    charts = charts_of(figures)
     timelines, selection = timeline_data(figures)
     stock, planned = figures.policies["stock"], figures.planned
     batches = [step.lengths.size for step in figures.record.steps]
@@ -61,52 +63,39 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         columns=[TITLES[name] for name in figures.policies],
         rows=_rows(figures, peak=peak),
         batch=" to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)})),
-        verdict=_verdict(figures),
-        next_step=_next_step(figures),
+        unavoidable=max(step.unavoidable_waiting for step in planned.metrics),
+        notable_error=NOTABLE_ERROR,
         nanmean=np.nanmean,
-        charts=charts,
         selection=selection,
         timelines=timelines,
-        drawn=json.dumps([chart._asdict() for chart in charts], separators=(",", ":")),
+        drawn=json.dumps(_charts(figures), separators=(",", ":")),
         style=_asset("style.css"),
         script=_asset("page.js"),
     )
     out.write_text(page, encoding="utf-8")
 
 
-def _verdict(figures: RunFigures) -> str:
-    """One sentence: how even ranks are, and how much a better plan could gain."""
-    longer = {name: np.nanmean(policy.imbalance) - 1 for name, policy in figures.policies.items()}
-    measured = f" ({longer['measured']:.1%} measured)" if "measured" in longer else ""
-    return (
-        f"As planned the slowest rank works {longer['planned']:.1%} longer than the mean rank{measured}, in stock "
-        f"{longer['stock']:.1%}; another plan at these context-parallel sizes would gain "
-        f"{figures.planned.mean('over_bound') - 1:.1%} at most."
-    )
+def _charts(figures: RunFigures) -> dict[str, list[dict[str, Any]]]:
+    """The lines of each chart: imbalance over the steps, and predicted against measured seconds beside the diagonal."""
+    iterations = [step.iteration for step in figures.record.steps]
+    policies = figures.policies.items()
+    charts = {"imbalance": [_line(TITLES[name], name, iterations, policy.imbalance) for name, policy in policies]}
+    if figures.predictions.size:
+        points = np.unique(np.linspace(0, figures.predictions.shape[1] - 1, MAX_POINTS).astype(np.int64))
+        predicted, measured = figures.predictions[:, points]
+        ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
+        micro_batches = _line("micro-batches", "measured", predicted, measured, kind="points")
+        charts["fit"] = [_line("equal", "neutral", ends, ends), micro_batches]
+    return charts
 
 
-def _next_step(figures: RunFigures) -> str:
-    """What a reader does with the page."""
-    unavoidable = max(step.unavoidable_waiting for step in figures.planned.metrics)
-    if unavoidable > MUCH_WAITING:
-        return (
-            f"In the worst step GPUs wait {unavoidable:.0%} of the time in any plan, since one sample is too long for "
-            "a rank's even share: compare --balance-dynamic-cp, a larger global batch, and a shorter --seq-length."
-        )
-    if "measured" not in figures.policies:
-        return (
-            "Check the flags by megatron-balance doctor -- FLAGS, train 20 steps with them and --balance-record "
-            "record, then: megatron-balance report record."
-        )
-    if figures.predictions.size and figures.median_error > NOTABLE_ERROR:
-        return (
-            f"The cost model is off by {figures.median_error:.1%} on this machine: megatron-balance fit RECORD, then "
-            "train with --balance-cost seconds.json."
-        )
-    return (
-        "Plans and seconds agree. megatron-balance compare RECORD says what other caps and context-parallel sizes "
-        "would bring on the same GPUs."
-    )
+def _line(name: str, colour: str, x: Any, y: Any, *, kind: str = "line") -> dict[str, Any]:
+    """A line or points in a colour of style.css; y is None where nothing was measured."""
+
+    def numbers(values: Sequence[float]) -> list[float | None]:
+        return [None if np.isnan(value) else float(f"{value:.6g}") for value in values]
+
+    return {"name": name, "colour": colour, "kind": kind, "x": numbers(x), "y": numbers(y)}
 
 
 def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:

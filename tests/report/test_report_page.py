@@ -66,8 +66,11 @@ def test_a_page_says_of_what_it_is_and_what_to_do_next(tmp_path):
     flags, command = re.findall(r'<code id="(?:flags|command)">(.*?)</code><button type="button" data-copies', page)
     assert command.endswith(f"-m megatron_balance.launch YOUR_SCRIPT … --calculate-per-token-loss {flags}")
     assert re.search(r"As planned the slowest rank works \d+\.\d% longer than the mean rank, in stock \d+\.\d%;", page)
-    assert "train 20 steps with them and --balance-record" in page
-    for noise, words in ((0.0, "Plans and seconds agree."), (0.5, "on this machine: megatron-balance fit RECORD")):
+    assert "train 20 steps with them and" in page
+    for noise, words in (
+        (0.0, "Plans and seconds agree."),
+        (0.5, "<code>megatron-balance fit RECORD"),
+    ):
         write_record(tmp_path / "record", num_steps=3, num_samples=200, noise=noise)
         assert words in report(tmp_path, tmp_path / "record")
 
@@ -215,6 +218,6 @@ def test_a_step_that_was_not_measured_is_a_gap(tmp_path):
     page = report(tmp_path, tmp_path / "record")
     assert "nan" not in page[page.index("<table>") : page.index("</table>")]
     assert [len(step["panels"]) for step in data_of(page, "timelines")["steps"]] == [3] * 7 + [2] * 2
-    stock, _, measured = data_of(page, "charts")[0]["lines"]
+    stock, _, measured = data_of(page, "charts")["imbalance"]
     assert None not in stock["y"]
     assert [value is None for value in measured["y"]] == [False] * 7 + [True] * 2

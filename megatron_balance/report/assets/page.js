@@ -83,7 +83,15 @@
     }
   }
 
-  function drawChart({ name, x, y, lines }) {
+  const AXES = {
+    imbalance: { x: { title: "step", format: "count" }, y: { title: "slowest / mean", format: "ratio" } },
+    fit: {
+      x: { title: "predicted", format: "seconds", log: true }, y: { title: "measured", format: "seconds", log: true },
+    },
+  };
+
+  function drawChart([name, lines]) {
+    const { x, y } = AXES[name];
     const box = document.getElementById(name);
     const legend = document.createElement("p");
     legend.className = "legend";
@@ -316,7 +324,7 @@
 
   function drawAll() {
     show(select.selectedIndex);
-    charts.forEach(drawChart);
+    Object.entries(charts).forEach(drawChart);
   }
 
   select.selectedIndex = timelines.first;
