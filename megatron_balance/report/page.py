@@ -9,7 +9,7 @@ is escaped; what charts show is in its captions and tables as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,15 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         predicted_speedup=float(stock.times.sum() / planned.times.sum()) if planned.times.any() else 1.0,
         speedup=speedup,
         columns=[TITLES[name] for name in figures.policies],
-        rows=_rows(figures, peak=peak),
+        peak=peak,
+        amount=amount,
+        moved_part=_moved_part,
         batch=" to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)})),
         unavoidable=max(step.unavoidable_waiting for step in planned.metrics),
         notable_error=NOTABLE_ERROR,
         nanmean=np.nanmean,
+        nanmax=np.nanmax,
+        isfinite=np.isfinite,
         selection=selection,
         timelines=timelines,
         drawn=json.dumps(_charts(figures), separators=(",", ":")),
@@ -96,44 +100,6 @@ def _line(name: str, colour: str, x: Any, y: Any, *, kind: str = "line") -> dict
         return [None if np.isnan(value) else float(f"{value:.6g}") for value in values]
 
     return {"name": name, "colour": colour, "kind": kind, "x": numbers(x), "y": numbers(y)}
-
-
-def _rows(figures: RunFigures, *, peak: float | None) -> list[list[str]]:
-    """The table: the name of a figure, its value under each policy, and measured."""
-    rows: list[list[str]] = []
-
-    def add(name: str, text: Callable[[PolicyFigures], str], *, is_measured: bool = False) -> None:
-        """A row; a figure that is not `is_measured` is of predictions alone."""
-        policies = figures.policies.values()
-        rows.append([name, *(NONE if policy.measured and not is_measured else text(policy) for policy in policies)])
-
-    add("imbalance (slowest / mean), mean", lambda policy: f"{np.nanmean(policy.imbalance):.3f}", is_measured=True)
-    add("imbalance, worst step", lambda policy: f"{np.nanmax(policy.imbalance):.3f}", is_measured=True)
-    add("step, mean", lambda policy: amount(np.nanmean(policy.times), unit=policy.scale.unit), is_measured=True)
-    if peak is not None:
-        add(
-            f"MFU at {peak:g} TFLOP/s",
-            lambda policy: f"{figures.mfu(policy, peak=peak):.1%}".replace("nan%", NONE),
-            is_measured=True,
-        )
-    add("waiting that no plan at these sizes removes", lambda policy: f"{policy.mean('unavoidable_waiting'):.1%}")
-    add("above the lower bound, mean", lambda policy: f"{policy.mean('over_bound') - 1:+.2%}")
-    add("micro-batches of a rank, mean", lambda policy: f"{policy.mean('num_microbatches'):.1f}")
-    add("padding, mean", lambda policy: f"{policy.mean('padding_fraction'):.2%}")
-    if figures.planned.sharing is not None:
-        add("tokens computed, mean", lambda policy: f"{policy.mean('computed_tokens'):,.0f}")
-    if figures.record.info.limits.max_tokens_per_gpu is not None:
-        add("room under the token cap, least", lambda policy: f"{policy.least_headroom:.1%}")
-    add("moved tokens, of all, mean", _moved_part)
-    for name, work in (("plan", "planning"), ("exchange", "moving samples"), ("exposed", "waiting for both")):
-        seconds = np.array([getattr(step, f"{name}_seconds") for step in figures.record.steps])
-        if seconds.any():
-            rows.append([f"{work}, mean", *[NONE] * (len(rows[0]) - 2), amount(seconds.mean(), unit="s")])
-    if np.isfinite(figures.slowdowns).all():
-        rank = int(figures.slowdowns.argmax())
-        slowdown = f"rank {rank}: {figures.slowdowns[rank]:.2f}×"
-        rows.append(["slowest rank for its work, of the median rank's time", *[NONE] * (len(rows[0]) - 2), slowdown])
-    return rows
 
 
 def _moved_part(policy: PolicyFigures) -> str:
