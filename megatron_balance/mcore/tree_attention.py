@@ -10,7 +10,6 @@ Shapes: t tokens, n heads and g query groups of this tensor-parallel rank, d cha
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,11 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.runtime.process import device_kind
+from megatron_balance.runtime.process import device_kind, version_of
 from megatron_balance.samples.prefix_packing import PrefixTree
-
-TORCH_VERSION = (2, 10)
-"""The first torch whose kernel gives the log-sum-exp of packed sequences as [n, t]."""
 
 HEAD_MULTIPLE = 8
 """Of which kernels take channels of a head."""
@@ -148,13 +144,13 @@ def kernels() -> Kernels:
     """Those of what is installed; a BalanceError where none is."""
     if device_kind() == "cpu":
         return OF_CPU
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= TORCH_VERSION:
-        return OF_TORCH
-    if importlib.util.find_spec("flash_attn") is not None:
-        return OF_FLASH_ATTENTION
+    for package, oldest, of_package in (("torch", (2, 10), OF_TORCH), ("flash-attn", (2, 7), OF_FLASH_ATTENTION)):
+        # The first releases that return the log-sum-exp of packed sequences as [n, t], from these functions.
+        if tuple(map(int, re.findall(r"\d+", version_of(package) or "")[:2])) >= oldest:
+            return of_package
     raise BalanceError(
         "--balance-share-prefixes is set, and no attention is installed whose backward pass takes a log-sum-exp: "
-        f"install torch {'.'.join(map(str, TORCH_VERSION))} or newer, or flash-attn 2.7 or newer, or drop the flag."
+        "install torch 2.10 or newer, or flash-attn 2.7 or newer, or drop the flag."
     )
 
 

@@ -54,15 +54,22 @@ def errors(tree, *, dtype, value_channels=8, scale=None, seed=0):
     ]
 
 
-def test_kernels_are_those_of_what_is_installed(monkeypatch):
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"torch": "2.10.0"}, attention.OF_TORCH),
+        ({"torch": "2.9.1", "flash-attn": "2.7.4.post1"}, attention.OF_FLASH_ATTENTION),
+        ({"torch": "2.9.1", "flash-attn": "2.6.3"}, None),
+        ({"torch": "2.9.1"}, None),
+    ],
+)
+def test_kernels_are_those_of_what_is_installed(monkeypatch, versions, expected):
     monkeypatch.setattr(attention, "device_kind", lambda: "cpu")
     assert attention.kernels() is attention.OF_CPU
     monkeypatch.setattr(attention, "device_kind", lambda: "cuda")
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
-    assert attention.kernels() is attention.OF_TORCH
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
-    assert attention.kernels() is attention.OF_FLASH_ATTENTION
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention, "version_of", versions.get)
+    if expected is not None:
+        assert attention.kernels() is expected
+        return
     with pytest.raises(BalanceError, match=r"install torch 2\.10 or newer, or flash-attn"):
         attention.kernels()
