@@ -26,7 +26,7 @@ import numpy as np
 from training_run import ALLOWANCES, Recorded, read_records, search_path, train
 
 from benchmarks.overlay import overlay
-from benchmarks.publish import RAW, Measured, made_by, table
+from benchmarks.publish import RAW, Measured, made_by, num_gpus, say, table
 from benchmarks.sft.cases import DOCUMENTS, MAX_TOKENS, data_flags
 from benchmarks.sft.data import write_data
 from megatron_balance.mcore.setup.flags import add_balance_args
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> Measured:
     script, *words = args.command
     commands = flags_of_runs(words)
     path = os.pathsep.join([str(Path(script).resolve().parent), search_path()])  # Megatron may lie beside the script
-    rendezvous, num_ranks = shlex.split(args.torchrun), args.ranks or _num_gpus()
+    rendezvous, num_ranks = shlex.split(args.torchrun), args.ranks or num_gpus()
     num_nodes = _values_of(["--nnodes"], rendezvous)[0].nnodes
     shared = ["--train-iters", str(args.steps)]
     if args.text:
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> Measured:
             )
             run = replace(run, ranks=read_records(folder / name, num_ranks=num_ranks * int(num_nodes or 1)))
             runs[name].append(run)
-            sys.stderr.write(f"{name}, turn {turn + 1} of {args.turns}: {len(run.steps)} steps\n")
+            say(f"{name}, turn {turn + 1} of {args.turns}: {len(run.steps)} steps")
     figures = figures_of_runs(runs, record=read_record(folder / "record"), device=args.device, peak=args.peak)
     figures["command"] = shlex.join([Path(script).name, *words])
     losses = overlay(*([step["lm_loss"] for step in runs[name][0].steps] for name in ("stock", "balanced")))
@@ -113,14 +113,6 @@ def measure(args: argparse.Namespace) -> Measured:
     return Measured(
         figures, raw={name: [run.ranks for run in turns] for name, turns in runs.items()}, problems=problems
     )
-
-
-def _num_gpus() -> int:
-    import torch
-
-    if not torch.cuda.device_count():
-        raise SystemExit("No GPU is seen: on CPU ranks it is --device cpu --ranks 2.")
-    return torch.cuda.device_count()
 
 
 def _values_of(flags: Sequence[str], words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

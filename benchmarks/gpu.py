@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ import numpy as np
 from training_run import Recorded, largest_difference, train
 
 from benchmarks.equality import command as equality
-from benchmarks.publish import RAW, Measured, table
+from benchmarks.publish import RAW, Measured, fresh, num_gpus, table
 from megatron_balance.cli import main as megatron_balance
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.runtime.process import environment
@@ -56,11 +55,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Measured:
     """Records, fits, trains by the fit, and compares with stock."""
-    num_ranks = _num_gpus() if args.device == "cuda" else 2
+    num_ranks = min(num_gpus(), 8) if args.device == "cuda" else 2
     precision = args.precision or ("bf16" if args.device == "cuda" else "fp32")
     steps, folder = 5 if args.quick else args.steps, RAW / f"gpu-{args.device}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    fresh(folder)
     longest, batch = LONGEST[args.device], BATCH[args.device] * num_ranks
     _write_data(folder / "data.jsonl", num_samples=batch * steps, longest=longest)
     common = (
@@ -101,15 +99,6 @@ def measure(args: argparse.Namespace) -> Measured:
         figures["equality"] = {name: compared.figures[name] for name in ("num_runs", "num_missing", "num_problems")}
         problems += compared.problems
     return Measured(figures, raw=profile, problems=problems)
-
-
-def _num_gpus() -> int:
-    import torch
-
-    count = min(torch.cuda.device_count(), 8)
-    if not count:
-        raise SystemExit("No GPU is seen: on CPU ranks it is --device cpu.")
-    return count
 
 
 def _write_data(path: Path, *, num_samples: int, longest: int) -> None:

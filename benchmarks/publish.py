@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,27 @@ class Benchmark(Protocol):
     def section(self, figures: Mapping[str, Any]) -> str:
         """Markdown of the figures, without a heading."""
         ...
+
+
+def say(line: str) -> None:
+    """How far a measurement is."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def fresh(folder: Path) -> Path:
+    """The folder, without what an earlier run left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def num_gpus() -> int:
+    import torch
+
+    if not torch.cuda.device_count():
+        raise SystemExit("No GPU is seen: on CPU ranks it is --device cpu, of `cluster` with --ranks 2.")
+    return torch.cuda.device_count()
 
 
 def made_by(command: str, *, device: str = "cpu") -> dict[str, Any]:
@@ -122,8 +145,9 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def table(columns: str, rows: Iterable[Sequence[object]], *, align: str | None = None) -> str:
-    """A Markdown table, without a newline at its end."""
+def table(columns: str, rows: Iterable[Sequence[object] | str], *, align: str | None = None) -> str:
+    """A Markdown table, without a newline at its end; a row is its cells, or their text with ` | ` between them."""
     sides = align or "l" + "r" * columns.count(" | ")
     ruler = "|" + "".join("---:|" if side == "r" else "---|" for side in sides)
-    return "\n".join([f"| {columns} |", ruler, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)])
+    texts = (cells if isinstance(cells, str) else " | ".join(map(str, cells)) for cells in rows)
+    return "\n".join([f"| {columns} |", ruler, *(f"| {text} |" for text in texts)])

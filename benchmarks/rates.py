@@ -162,7 +162,7 @@ def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list
     truths = [one for one in profiles().values() if one["models"] == models]
     others = {
         "tokens": CostModel.tokens(),
-        "coeff*L + L²": _slime_approximate(shape),
+        "coeff*L + L²": slime_approximate(shape),
         "slime's FLOPs": _slime_counter(shape),
         "24576 L + L²": CostModel(linear=LINEAR, quadratic=1),
     }
@@ -204,7 +204,7 @@ def cost_model(setup: Setup, *, linear: float | None = None, attention: float, f
     return replace(cost, **exchange)
 
 
-def _slime_approximate(shape: ModelShape) -> CostModel:
+def slime_approximate(shape: ModelShape) -> CostModel:
     """`coeff*L + L²` with `coeff = 2h + e*d_ff/2`, e 3 with a gated unit, else 2.
 
     Source: slime pull request 2017, first version. It is `8h²L + 2e*h*d_ff*L + 4hL²` over `4h`: four projections

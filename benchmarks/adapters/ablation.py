@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.adapters.trained import SCALE, difference, small_length, small_shape, train
 from benchmarks.planner.setups import LENGTHS, SETUPS, Setup, global_batches
+from benchmarks.rates import slime_approximate
 from megatron_balance import CostModel, DataSchedule, ModelShape
 from megatron_balance.planner import build_data_schedule
 
@@ -61,14 +62,7 @@ def _rows(setup: Setup) -> dict[str, list[float]]:
 def _cost(name: str, shape: ModelShape, *, judge: CostModel) -> CostModel:
     if name == "tokens":
         return CostModel.tokens()
-    return CostModel(linear=_coefficient(shape), quadratic=1) if name == "approximate" else judge
-
-
-def _coefficient(shape: ModelShape) -> int:
-    """Of tokens beside squared tokens, as the pull request computes it from hidden size, FFN, gate and experts."""
-    experts = shape.moe_ffn_hidden_size * shape.moe_router_topk + shape.moe_shared_expert_intermediate_size
-    width = experts if shape.num_experts else shape.ffn_hidden_size
-    return 2 * shape.hidden_size + (3 if shape.gated_linear_unit else 2) * width // 2
+    return slime_approximate(shape) if name == "approximate" else judge
 
 
 def _plan(setup: Setup, batch: NDArray[np.int64], cost: CostModel, algorithm: str) -> DataSchedule:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from benchmarks.dynamic_cp.gain import FAMILIES, measure_gain, measure_models
 from benchmarks.dynamic_cp.measure import measure_cell, measure_time
 from benchmarks.dynamic_cp.setups import EXCHANGES, OBJECTIVES, SETUPS, TIMED_SETUPS, batches
 from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
-from benchmarks.publish import Measured, published, table
+from benchmarks.publish import Measured, published, say, table
 
 TITLE = "Dynamic context parallelism"
 NUM_BATCHES = 6
@@ -78,12 +77,12 @@ def _plans(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any
             for exchange in EXCHANGES:
                 cell = measure_cell(setup, exchange=exchange, objective=objective, planned=planned)
                 cells.append(asdict(cell))
-                _announce(f"{setup.name}, {objective}, {exchange:g}: {cell.ours:.4f}, dev {cell.dev or 0:.3f}")
+                say(f"{setup.name}, {objective}, {exchange:g}: {cell.ours:.4f}, dev {cell.dev or 0:.3f}")
     times = [
         asdict(time)
         for setup in TIMED_SETUPS
         for batch in batches(setup, num_batches=1, folder=folder)
-        for time in measure_time(batch, setup=setup, exchange=SHOWN_EXCHANGE, announce=_announce)
+        for time in measure_time(batch, setup=setup, exchange=SHOWN_EXCHANGE, announce=say)
     ]
     return {
         "lengths": lengths_said(folder),
@@ -99,10 +98,6 @@ def _times(times: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for time in times:
         setups.setdefault(time["setup"], {})[time["objective"]] = time["cpu_ms"]
     return setups
-
-
-def _announce(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def _means(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -152,18 +147,13 @@ def _gain_text(gain: Mapping[str, Any]) -> str:
     policies = gain["policies"]
     fastest = policies["dynamic"]
     rows = [
-        (
-            name,
-            f"{row['cpu_seconds']:.3f}",
-            f"{row['alone_cpu_seconds']:.3f}",
-            f"{row['predicted_seconds']:.3f}",
-            f"{row['cpu_seconds'] / fastest['cpu_seconds']:.2f}×",
-            f"{row['predicted_seconds'] / fastest['predicted_seconds']:.2f}×",
-            f"{row['mean_cp_size']:.2f}",
-            f"{row['loss_difference']:.1e}",
-        )
+        f"{name} | {row['cpu_seconds']:.3f} | {row['alone_cpu_seconds']:.3f} | {row['predicted_seconds']:.3f}"
+        f" | {row['cpu_seconds'] / fastest['cpu_seconds']:.2f}×"
+        f" | {row['predicted_seconds'] / fastest['predicted_seconds']:.2f}×"
+        f" | {row['mean_cp_size']:.2f} | {row['loss_difference']:.1e}"
         for name, row in policies.items()
     ]
+    columns = "policy | CPU s a step | in a run of its own | predicted s | dynamic is faster | predicted | mean size"
     errors = gain["calibration"]
     return f"""### Measured gain
 
@@ -173,25 +163,13 @@ policies in one process group; CPU seconds of the busiest rank, medians; single 
 {gain["most"]:.2f} over the better static size. The seconds are off by {errors["held_out_error"]:.1%} on micro-batches
 that were not fitted.
 
-{
-        table(
-            "policy | CPU s a step | in a run of its own | predicted s | dynamic is faster | predicted | mean size"
-            " | loss off by",
-            rows,
-        )
-    }"""
+{table(f"{columns} | loss off by", rows)}"""
 
 
 def _models_text(models: Mapping[str, Any]) -> str:
     rows = [
-        (
-            name,
-            f"{row['CP2']:.3f}",
-            f"{row['dynamic']:.3f}",
-            f"{row['CP2'] / row['dynamic']:.2f}×",
-            ", ".join(map(str, row["sizes"])),
-            f"{row['loss_difference']:.1e}",
-        )
+        f"{name} | {row['CP2']:.3f} | {row['dynamic']:.3f} | {row['CP2'] / row['dynamic']:.2f}×"
+        f" | {', '.join(map(str, row['sizes']))} | {row['loss_difference']:.1e}"
         for name, row in models.items()
     ]
     return f"""### Families

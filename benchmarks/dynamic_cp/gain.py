@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from training_run import ENVIRONMENT, RECORD_STEPS, ROOT, Recorded, largest_difference, train
 
 from benchmarks.dynamic_cp.policies import POLICIES, plan, policy_of_step
+from benchmarks.publish import RAW, fresh, say
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.topology import Limits, Topology
 from tests.training.table import FAMILIES
@@ -50,9 +50,7 @@ TURNS = ROOT / "benchmarks" / "dynamic_cp" / "turns.py"
 
 
 def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
-    work = ROOT / "build" / "bench" / "dynamic_cp_gain"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work = fresh(RAW / "dynamic_cp_gain")
     num_turns = len(POLICIES) * (WARM_UP_ROUNDS + rounds)
     write_data(work / "data.jsonl", num_steps=max(num_turns, steps))
 
@@ -71,9 +69,7 @@ def measure_gain(*, rounds: int, steps: int) -> dict[str, Any]:
 
 def measure_models(names: Sequence[str], *, steps: int) -> dict[str, dict[str, Any]]:
     """Trains small models of these families at context-parallel size 2 and with several, planned by FLOPs."""
-    work = ROOT / "build" / "bench" / "dynamic_cp_models"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work = fresh(RAW / "dynamic_cp_models")
     write_data(work / "data.jsonl", num_steps=steps)
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -107,7 +103,7 @@ def _train(
     script: Path = RECORD_STEPS,
     environment: Mapping[str, str] | None = None,
 ) -> Recorded:
-    sys.stderr.write(f"{name}: {num_steps} steps\n")
+    say(f"{name}: {num_steps} steps")
     common = (
         f"{SHAPE_FLAGS} --seq-length {LONG} --max-position-embeddings {LONG} --seed {SEED} "
         f"--train-iters {num_steps} --global-batch-size {GLOBAL_BATCH_SIZE} --data-path {work / 'data.jsonl'} "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -38,7 +37,7 @@ from benchmarks.equality.cases import (
 )
 from benchmarks.equality.outcomes import Difference, Outcome, OutcomeFile, difference, outcome_of
 from benchmarks.equality.rows import NUM_ROWS, rows_of_distinct_lengths, shuffled_within_steps, write_rows
-from benchmarks.publish import RAW, Measured, made_by, table
+from benchmarks.publish import RAW, Measured, fresh, made_by, say, table
 
 TITLE = "Equality"
 TIMEOUT_SECONDS = 900
@@ -104,14 +103,12 @@ def _run_missing(
         outcome = _run(case, rows=rows, folder=folder, revision=revision, device=args.device)
         kept.add(outcome)
         line = f"{number}/{len(missing)} {case.name}: {outcome.cpu_seconds:.1f} CPU s, {outcome.seconds:.1f} s"
-        sys.stdout.write(f"{line}{'' if outcome.error is None else ' FAILED ' + outcome.error}\n")
-        sys.stdout.flush()
+        say(f"{line}{'' if outcome.error is None else ' FAILED ' + outcome.error}")
 
 
 def _run(case: Case, *, rows: Sequence[SftSample], folder: Path, revision: str, device: str) -> Outcome:
     record, data = folder / "run", folder / "rows.jsonl"
-    shutil.rmtree(record, ignore_errors=True)
-    record.mkdir(parents=True)
+    fresh(record)
     write_rows(data, rows, order=shuffled_within_steps() if case.way == SHUFFLED else range(NUM_ROWS))
     flags = [*case.flags.split(), "--data-path", str(data)]
     ranks: dict[str, Any] = {"num_ranks": case.num_ranks, "timeout_seconds": TIMEOUT_SECONDS}

@@ -24,7 +24,7 @@ from training_run import ALLOWANCES, train
 from benchmarks.hosts.cases import AFTER_STEP, CASES, Case
 from benchmarks.hosts.network import two_hosts
 from benchmarks.hosts.two_host_run import NUM_RANKS, RankEnd, TwoHostRun, run_on
-from benchmarks.publish import RAW, Measured, table
+from benchmarks.publish import RAW, Measured, fresh, say, table
 from megatron_balance.runtime.comm import named_ranks
 
 TITLE = "Two hosts"
@@ -58,8 +58,7 @@ def measure(args: argparse.Namespace) -> Measured:
     if _INSIDE not in os.environ:
         _begin_again_in_namespaces()
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    folder = RAW / "hosts"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = fresh(RAW / "hosts")
     references: dict[str, list[dict[str, Any]]] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in args.cases:
@@ -68,7 +67,7 @@ def measure(args: argparse.Namespace) -> Measured:
             references[case.parallel] = _on_one_host(case, folder=folder / f"one-host-{case.layout}")
         run = _on_two_hosts(case, folder=folder / name)
         rows[name] = _judged(case, run=run, reference=references[case.parallel])
-        sys.stderr.write(f"{name}: {rows[name]['fault'] or 'as it must be'} ({run.seconds:.0f} s)\n")
+        say(f"{name}: {rows[name]['fault'] or 'as it must be'} ({run.seconds:.0f} s)")
     figures = {name: {key: value for key, value in row.items() if key != "ends"} for name, row in rows.items()}
     problems = [f"{name}: {row['fault']}" for name, row in rows.items() if row["fault"]]
     return Measured({"cases": figures}, raw=rows, problems=problems)
@@ -80,7 +79,7 @@ def _begin_again_in_namespaces() -> None:
     namespace += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     if missing or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         needs = f"{', '.join(missing)} (iproute2, util-linux)" if missing else "root, or user namespaces"
-        sys.stderr.write(f"hosts: needs {needs}\n")
+        say(f"hosts: needs {needs}")
         raise SystemExit(UNAVAILABLE)
     os.environ[_INSIDE] = "1"
     os.execvp(namespace[0], [*namespace, sys.executable, "-m", "benchmarks", *sys.argv[1:]])  # noqa: S606

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.planner.setups import add_length_options, draw_lengths, lengths_folder, lengths_said
-from benchmarks.publish import ROOT, Measured, made_by, published, table
+from benchmarks.publish import ROOT, Measured, made_by, published, say, table
 from megatron_balance import CostModel, Limits, Topology
 from megatron_balance.planner import Batch, Problem, batch_of
 from megatron_balance.planner.pipeline_packing import EFFORT, plan_pipeline
@@ -113,7 +112,7 @@ def measure(args: argparse.Namespace) -> Measured:
             seconds.append(time.process_time() - start)
             times.append(batch.time(plan.microbatch_of, plan.cp_sizes) / reference)
         rows[str(cell)] = [*times, batch.lower_bound() / reference, seconds[0], plan.cp_sizes.shape[1]]
-        sys.stderr.write(f"{cell}: {rows[str(cell)]}\n")
+        say(f"{cell}: {rows[str(cell)]}")
     problems = [
         f"{name} is {row[index]:.3f} of the reference at effort {effort}, above {bar}"
         for name, row in rows.items()

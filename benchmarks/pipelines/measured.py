@@ -7,15 +7,14 @@ Seconds fitted to the record of the first layout predict all. Both runs are pack
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from training_run import ROOT, Recorded, train
+from training_run import Recorded, train
 
+from benchmarks.publish import RAW, fresh, say
 from megatron_balance import ModelShape
 from megatron_balance.cli import main
 from megatron_balance.cost.rates import resolve_cost
@@ -44,9 +43,7 @@ LAYOUTS = {"PP2": (2, 1, ""), "PP4": (4, 1, ""), "PP2 VPP2": (2, 2, "--num-layer
 
 def measure_gains() -> dict[str, dict[str, float]]:
     """Trains each layout, packed and balanced by seconds."""
-    folder, gains = ROOT / "build" / "bench" / "pipelines", dict[str, dict[str, float]]()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder, gains = fresh(RAW / "pipelines"), dict[str, dict[str, float]]()
     draw, costs, data = np.random.default_rng(1), folder / "seconds.json", folder / "data.jsonl"
     lengths = np.minimum(draw.lognormal(5.6, 0.9, STEPS * GLOBAL_BATCH_SIZE), LONGEST - 1).astype(int) + 2
     rows = [json.dumps({"tokens": draw.integers(0, 257, length).tolist()}) for length in lengths]
@@ -66,7 +63,7 @@ def measure_gains() -> dict[str, dict[str, float]]:
             times.append((predicted, makespan(recorded, pipeline=Pipeline(pp_size, vpp_size, pp_size))))
         packed, balanced = np.array(times)
         gains[name] = dict(zip(("predicted", "measured"), (packed / balanced).tolist(), strict=True))
-        sys.stderr.write(f"{name}: {gains[name]}\n")
+        say(f"{name}: {gains[name]}")
     return gains
 
 

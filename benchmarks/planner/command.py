@@ -8,7 +8,6 @@ beat. verl's and AReaL's own functions run where their wheels are installed: `sc
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -25,7 +24,7 @@ from benchmarks.planner.setups import (
     lengths_folder,
     lengths_said,
 )
-from benchmarks.publish import Measured, made_by, published, table
+from benchmarks.publish import Measured, made_by, published, say, table
 
 TITLE = "Planner"
 
@@ -48,10 +47,10 @@ def measure(args: argparse.Namespace) -> Measured:
     rows: list[dict[str, Any]] = []
     for setup in SETUPS:
         batches = list(global_batches(setup, lengths_folder=folder))
-        _announce(f"{setup.name}: {len(batches)} batches of {setup.global_batch_size} samples")
+        say(f"{setup.name}: {len(batches)} batches of {setup.global_batch_size} samples")
         for planner in BASELINES:
             row = asdict(measure_row(planner, setup=setup, batches=batches))
-            _announce(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
+            say(f"    {planner:50} {row['mean_over_bound']} {row['note']}")
             rows.append(row)
     figures = {key: known[key] for key in ("compared",) if key in known} | {
         "lengths": lengths_said(folder),
@@ -60,11 +59,6 @@ def measure(args: argparse.Namespace) -> Measured:
         "plans": _plans(rows),
     }
     return Measured(figures, raw=rows)
-
-
-def _announce(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _version(package: str) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS, SEED
 from benchmarks.equality.rows import NUM_ROWS, rows_of_distinct_lengths, write_rows
-from benchmarks.publish import RAW, Measured, table
+from benchmarks.publish import RAW, Measured, fresh, say, table
 from benchmarks.resume.cases import SAVE_INTERVAL, Case, cases
 from benchmarks.resume.killed import kill_and_resume, steps_of
 from benchmarks.resume.mishaps import MISHAPS
@@ -35,9 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Measured:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    write_rows(FOLDER / "rows.jsonl", rows_of_distinct_lengths(), order=range(NUM_ROWS))
+    write_rows(fresh(FOLDER) / "rows.jsonl", rows_of_distinct_lengths(), order=range(NUM_ROWS))
     data = f"--data-path {FOLDER / 'rows.jsonl'} --seed {SEED}"
     import_once()
     chosen: list[Case | str] = [*cases(), *MISHAPS]
@@ -55,8 +52,7 @@ def measure(args: argparse.Namespace) -> Measured:
             equal = f"{outcome.num_equal} of {outcome.num_compared} steps"
             killed = [outcome.killed_after, outcome.victims, outcome.resumed_at]
             row = [name, *killed, equal, outcome.largest_difference, outcome.problem]
-        sys.stdout.write(f"{row}\n")
-        sys.stdout.flush()
+        say(f"{row}")
         rows.append(row)
         shutil.rmtree(folder, ignore_errors=True)
     return Measured({"seed": args.seed, "cases": rows}, problems=[f"{row[0]}: {row[-1]}" for row in rows if row[-1]])

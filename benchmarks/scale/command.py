@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
-from benchmarks.publish import RAW, Measured, made_by, published, table
+from benchmarks.publish import RAW, Measured, made_by, published, say, table
 from benchmarks.scale.alone import measure_alone
 from benchmarks.scale.plans import SAMPLES_PER_RANK as PLANNED_PER_RANK
 from benchmarks.scale.plans import SIZES, measure_plans
@@ -72,7 +71,7 @@ def _worlds(args: argparse.Namespace, *, folder: Path | None) -> Iterator[dict[s
         if args.whole or world.num_ranks <= 16:
             run = {"num_steps": args.steps, "step_seconds": args.step_seconds, "lengths_folder": folder}
             yield run_world(world, out=RAW / "scale", **run)
-            sys.stderr.write(f"{world}: done\n")
+            say(f"{world}: done")
 
 
 def _problems(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -89,20 +88,11 @@ def section(figures: Mapping[str, Any]) -> str:
 
 def _worlds_text(figures: Mapping[str, Any]) -> str:
     rows = [
-        (
-            world["num_ranks"],
-            world["replica_size"],
-            f"{1e3 * world['exposed_seconds']['p50']:.2g}",
-            f"{world['exposed_seconds']['p50'] / figures['step_seconds']:.3%}",
-            f"{1e3 * world['exposed_cpu_seconds']:.2f}",
-            f"{1e3 * world['stages']['all']['cpu_seconds']:.1f}",
-            f"{1e3 * world['cpu_seconds']:.0f}",
-            f"{world['sent_nbytes'] / 1024:.0f}",
-            f"{world['num_peers']:.1f}",
-            world["more_sockets"],
-            f"{world['more_anonymous_bytes'] / 2**20:.1f}",
-            f"{world['groups_seconds']:.2f}",
-        )
+        f"{world['num_ranks']} | {world['replica_size']} | {1e3 * world['exposed_seconds']['p50']:.2g}"
+        f" | {world['exposed_seconds']['p50'] / figures['step_seconds']:.3%} | {1e3 * world['exposed_cpu_seconds']:.2f}"
+        f" | {1e3 * world['stages']['all']['cpu_seconds']:.1f} | {1e3 * world['cpu_seconds']:.0f}"
+        f" | {world['sent_nbytes'] / 1024:.0f} | {world['num_peers']:.1f} | {world['more_sockets']}"
+        f" | {world['more_anonymous_bytes'] / 2**20:.1f} | {world['groups_seconds']:.2f}"
         for world in figures["worlds"]
     ]
     columns = (

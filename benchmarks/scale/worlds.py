@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from forked import fork_rank, free_port, rank_environment
 
+from benchmarks.publish import fresh
 from benchmarks.scale.rank import RankRun
 from benchmarks.scale.stages import STAGES
 
@@ -39,8 +39,7 @@ WORLDS = (
 
 def run_world(world: World, *, num_steps: int, step_seconds: float, lengths_folder: Path | None, out: Path) -> Any:
     """Fork the ranks of a world, wait, and sum up."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    fresh(out)
     run = RankRun(world.num_ranks, world.replica_size, num_steps, step_seconds, lengths_folder, out)
     port = free_port()
     ranks = {

@@ -19,7 +19,7 @@ from typing import Any
 from forked import import_once, train_forked
 from training_run import ALLOWANCES, Recorded, RunFailed, train
 
-from benchmarks.publish import Measured, made_by, published, table
+from benchmarks.publish import Measured, fresh, made_by, published, say, table
 from benchmarks.sft import speed, stocks
 from benchmarks.sft.cases import DATA, DOCUMENTS, LAYOUTS, NUM_STEPS, ONE_RANK, SEQ_LENGTH, Case, cases, data_flags
 from benchmarks.sft.data import PretrainData, write_data
@@ -65,8 +65,7 @@ def measure(args: argparse.Namespace) -> Measured:
 def _verdicts(runs: Runs, *, only: Sequence[str]) -> Iterator[Verdict]:
     for case in cases(only):
         verdict = runs.verdict(case)
-        sys.stdout.write(f"{case.name}: {verdict.says}, loss {verdict.loss}, gradient norm {verdict.grad_norm}\n")
-        sys.stdout.flush()
+        say(f"{case.name}: {verdict.says}, loss {verdict.loss}, gradient norm {verdict.grad_norm}")
         yield verdict
 
 
@@ -77,8 +76,7 @@ def _notes(verdict: Verdict) -> list[str]:
 
 
 def _runner(tree: Path) -> speed.Runner:
-    folder = tree.parent / "speed"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = fresh(tree.parent / "speed")
     data = write_data(folder / "data", seq_length=speed.SEQ_LENGTH, whole=True, in_a_row=(1,))
 
     def run(flags: Sequence[str]) -> Recorded:
@@ -92,8 +90,7 @@ def _runner(tree: Path) -> speed.Runner:
 
 def _stocks(tree: Path) -> dict[str, Any]:
     import_once(also=("pretrain_gpt",))
-    folder = tree.parent / "stocks"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = fresh(tree.parent / "stocks")
     data = {
         kind: write_data(folder / "data" / kind, seq_length=stocks.SEQ_LENGTH, whole=True, in_a_row=in_a_row)
         for kind, in_a_row in stocks.KINDS.items()

@@ -20,11 +20,15 @@ NUM_STEPS = 14
 WARM_UP_STEPS = 2
 """The first steps pay for allocations."""
 
-MODEL_FLAGS = (
-    "--num-layers 2 --hidden-size 128 --kv-channels 32 --num-attention-heads 4 --num-query-groups 2 "
-    f"--ffn-hidden-size 384 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --global-batch-size 24 "
-    f"--train-iters {NUM_STEPS} --seed 5 --split 100,0,0 --vocab-size 258"
-)
+
+def model_flags(*, global_batch_size: int, num_steps: int, seed: int) -> str:
+    return (
+        "--num-layers 2 --hidden-size 128 --kv-channels 32 --num-attention-heads 4 --num-query-groups 2 "
+        f"--ffn-hidden-size 384 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} "
+        f"--split 100,0,0 --vocab-size 258 --global-batch-size {global_batch_size} --train-iters {num_steps} "
+        f"--seed {seed}"
+    )
+
 
 _PACKED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH}"
 POLICIES = {
@@ -40,7 +44,8 @@ Runner = Callable[[Sequence[str]], Recorded]
 
 
 def measure_speed(run: Runner) -> dict[str, dict[str, float]]:
-    runs = {name: run([*MODEL_FLAGS.split(), *flags.split()]) for name, flags in POLICIES.items()}
+    flags_of_model = model_flags(global_batch_size=24, num_steps=NUM_STEPS, seed=5)
+    runs = {name: run([*flags_of_model.split(), *flags.split()]) for name, flags in POLICIES.items()}
     return {name: _figures(recorded, stock=runs["stock"]) for name, recorded in runs.items()}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,22 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 from training_run import Recorded
 
+from benchmarks.publish import say
+from benchmarks.sft.speed import NUM_RANKS, SEQ_LENGTH, WARM_UP_STEPS, model_flags
 from megatron_balance.cli import main
 
 NUM_RUNS = 5
-NUM_RANKS = 2
 NUM_STEPS = 10
-WARM_UP_STEPS = 2
-"""The first steps pay for allocations."""
-SEQ_LENGTH = 4096
 GLOBAL_BATCH_SIZE = 8
 SEED = 5
 
-MODEL_FLAGS = (
-    "--num-layers 2 --hidden-size 128 --kv-channels 32 --num-attention-heads 4 --num-query-groups 2 "
-    f"--ffn-hidden-size 384 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --split 100,0,0 "
-    f"--global-batch-size {GLOBAL_BATCH_SIZE} --train-iters {NUM_STEPS} --seed {SEED} --vocab-size 258"
-)
+MODEL_FLAGS = model_flags(global_batch_size=GLOBAL_BATCH_SIZE, num_steps=NUM_STEPS, seed=SEED)
 # Without dynamic sizes, which two ranks hardly need.
 BALANCED = f"--use-dynamic-batch-size --max-tokens-per-gpu {SEQ_LENGTH} --balance-data --balance-by-flops"
 
@@ -72,8 +65,7 @@ def _gains(kind: str, *, run: Runner, lengths: str, folder: Path) -> dict[str, A
     predicted, measured = stock_seconds / balanced_seconds, _passes(stock) / _passes(balanced)
     gains = [_passes([before]) / _passes([after]) for before, after in zip(stock, balanced, strict=True)]
     singly = ", ".join(f"{gain:.3f}" for gain in gains)
-    sys.stdout.write(f"{kind}: predicted {predicted:.3f}, measured {measured:.3f}, single runs {singly}\n")
-    sys.stdout.flush()
+    say(f"{kind}: predicted {predicted:.3f}, measured {measured:.3f}, single runs {singly}")
     return {"predicted": predicted, "measured": measured, "below": 1 - measured / predicted, "runs": gains}
 
 

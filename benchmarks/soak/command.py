@@ -8,13 +8,11 @@ limit.
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.publish import RAW, Measured, table
+from benchmarks.publish import RAW, Measured, fresh, say, table
 from benchmarks.soak import STEPS_PER_SWING
 from benchmarks.soak.growth import Growth
 from benchmarks.soak.runs import soak
@@ -38,14 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace) -> Measured:
     if args.steps < MIN_STEPS:
         raise SystemExit(f"--steps is {args.steps}: it must be at least {MIN_STEPS}, two swings of the lengths")
-    folder = RAW / "soak"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = fresh(RAW / "soak")
     growth: dict[str, list[dict[str, Any]]] = {}
     samples: dict[str, Any] = {}
     for name in ("balanced", "stock"):
         ranks = soak(folder / name, balanced=name == "balanced", num_steps=args.steps, sample_steps=SAMPLE_STEPS)
         growth[name], samples[name] = [asdict(Growth.of(rank)) for rank in ranks], ranks
-        sys.stderr.write(f"{name}: {ranks[0][-1]['step']} steps\n")
+        say(f"{name}: {ranks[0][-1]['step']} steps")
     return Measured({"num_steps": args.steps, "growth": growth}, raw=samples, problems=list(_problems(growth)))
 
 
