@@ -43,16 +43,13 @@ _SLOT_MULTIPLES = (2, 3, 4, 6, 8, 12, 16)
 _BAND_PART = 10
 """A band's size is the smallest at which a sample takes at most a tenth of a step."""
 
-_MAX_IN_BANDS = 4096
-"""Samples up to which bands are planned; larger batches take the time that slots of mixed sizes take."""
-
 _OUTLINES = 5
 """Most promising outlines of each number of slots, which are filled."""
 
 _LOADS_TRIED = 4
 """Loads that each is filled to: the next makes room for the samples that found none at the one before."""
 
-_MAX_FILLED = 65536
+_MAX_FILLED = 32768
 """Samples filled into slots after which the search ends; the first outline is always filled."""
 
 
@@ -70,7 +67,7 @@ def plan_sizes(batch: SizedBatch) -> Plan:
     bound = batch.lower_bound()
     if min(map(time, plans)) > bound + bound // GOOD_ENOUGH:
         plans += [plan for level in range(batch.num_levels) if (plan := _plan_at_size(batch, level)) is not None]
-        if waiting.in_slots and not waiting.is_makespan and batch.num_samples <= _MAX_IN_BANDS:
+        if waiting.in_slots and not waiting.is_makespan:
             plans += _plan_in_bands(batch, limit=min(map(time, plans)))
     return min(plans, key=time)
 
