@@ -86,7 +86,7 @@ class RunningStep(Iterator[Microbatch]):
             reason = "so that samples of a pack would attend to one another"
             remedy = "train without --balance-unpad, --overlap-moe-expert-parallel-comm and --balance-share-prefixes"
             _refuse_without("packed_seq_params", reason, remedy, model=model)
-            starts = pack(self._sizes, settings=settings, pin_memory=False)
+            starts = pack(self._sizes, settings=settings)
             self._params = [packed_seq_params(microbatch) for microbatch in starts]
         if trees:
             shard = (coords.tp, settings.topology.tp_size) if settings.topology.sequence_parallel else (0, 1)

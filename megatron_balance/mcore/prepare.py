@@ -152,8 +152,6 @@ class StepBuilder:
         self.settings, self.topology = settings, settings.topology
         evaluates, cost_model = evaluation_plans is not None, settings.costs.model
         self.cp_rank = 0 if coords is None else coords.cp
-        # From pinned memory transfers to a GPU are asynchronous.
-        self.pin_memory = torch.cuda.is_available()
         self.plans = evaluation_plans or PlanProcess(
             timeout=settings.peer_timeout / 2, warn=lambda text: warn_once(text, every_rank=True)
         )
@@ -216,7 +214,6 @@ class StepBuilder:
             pack,
             replica[index],
             settings=settings,
-            pin_memory=self.pin_memory,
             samples=[arrived.select(np.searchsorted(ids, microbatch)) for microbatch in sample_ids[index]],
         )
         failure = packs if isinstance(packs, Failure) else None
@@ -340,7 +337,6 @@ def pack(
     sizes: MicrobatchSizes,
     *,
     settings: Settings,
-    pin_memory: bool,
     samples: Sequence[Samples] | None = None,
 ) -> list[Microbatch]:
     """The micro-batches of a rank, from the samples of each; without samples, the starts of their sequences."""
@@ -358,11 +354,11 @@ def pack(
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:
             packs.append(pack_microbatch(samples[number], **shape))
-    return _pin(packs) if pin_memory else packs
+    return _pin(packs) if torch.cuda.is_available() else packs
 
 
 def _pin(packs: Sequence[Microbatch]) -> list[Microbatch]:
-    """The packs in one block of pinned memory: torch keeps blocks, and a new one may make the device wait."""
+    """The packs in one block of pinned memory, from which a device copies without waiting; torch keeps blocks."""
     sizes = [aligned(tensor.nbytes) for pack in packs for tensor in pack.values()]
     parts = iter(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True).split(sizes))
 

@@ -353,7 +353,7 @@ class StepPrefetcher:
         step = BalancedStep.from_text(broadcast_step(group=self._replica), cp_rank=builder.cp_rank)
         if not builder.loads_data:  # the first of its tensor-parallel group reads for it
             return step
-        starts = pack(step.sizes, settings=builder.settings, pin_memory=builder.pin_memory)
+        starts = pack(step.sizes, settings=builder.settings)
         return replace(step, microbatches=starts)
 
     def _send(self, step: BalancedStep | Failure) -> None:
