@@ -1,4 +1,4 @@
-"""Errors of packing, positions, masks and weights, by the names of the table in tests/training/test_verify.py.
+"""Errors of packing, positions, masks and weights, by name: a table that was written before what finds them.
 
 A function of `SAMPLES` changes the samples of a micro-batch before they are packed, one of `PACKS` what was packed,
 one of `WEIGHTS` makes weights of the step's samples from their lengths. They stand in for faults of this package.
@@ -18,7 +18,7 @@ from megatron_balance.mcore import prepare
 Pack = dict[str, Tensor]
 
 
-def in_turn(watch, *, errors):
+def in_turn(watch):
     """Run the first step with each error, of the next items, and then with none; what each says is written."""
     stock = training.get_forward_backward_func
 
@@ -26,7 +26,8 @@ def in_turn(watch, *, errors):
         schedule = stock(*positional, **keywords)
 
         def forward_backward(**arguments):
-            for error in errors if watch.num_steps == 1 and not arguments["forward_only"] else ():
+            now = watch.num_steps == 1 and not arguments["forward_only"]
+            for error in (*SAMPLES, *PACKS, *WEIGHTS) if now else ():
                 text = ""
                 with wrong(error):
                     try:
