@@ -1,1 +1,0 @@
-../.ci/make_pages.py

@@ -1,1 +1,0 @@
-../.ci/mutants.py
