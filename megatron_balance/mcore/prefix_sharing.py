@@ -92,8 +92,13 @@ class PrefixSharing:
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, scale: float | None, **__: Any
     ) -> Tensor:
         self._num_calls += 1
-        tree = packed_seq_params.tree
-        return tree_attention(query, key, value, tree.calls, scale=scale, by=self._kernels).flatten(1)
+        tree = getattr(packed_seq_params, "tree", None)
+        if tree is None:
+            raise BalanceError(
+                "--balance-share-prefixes: a layer gives its attention other packed sequences than it got, which would "
+                "let samples see one another. Train this model without the flag."
+            )
+        return tree_attention(query, key, value, tree.calls, scale=scale, backend=self._kernels).flatten(1)
 
     def _angles(self, _rotary: Any, _inputs: Any, table: Any) -> Any:
         """The table is of positions; one of as many rows as tokens is taken row by row."""

@@ -155,7 +155,7 @@ def kernels() -> Kernels:
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, calls: list[Call], *, scale: float | None, by: Kernels
+    query: Tensor, key: Tensor, value: Tensor, calls: list[Call], *, scale: float | None, backend: Kernels
 ) -> Tensor:
     """Each token attends to those before it in its samples: `[t, n, d]`, of keys and values `[t, g, d]`.
 
@@ -164,19 +164,21 @@ def tree_attention(
     channels, value_channels = query.shape[2], value.shape[2]
     width = -(-max(channels, value_channels) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     inputs = [x if x.shape[2] == width else pad(x, (0, width - x.shape[2])) for x in (query, key, value)]
-    out: Any = _TreeAttention.apply(*inputs, calls, channels**-0.5 if scale is None else scale, by)
+    out: Any = _TreeAttention.apply(*inputs, calls, channels**-0.5 if scale is None else scale, backend)
     return out[..., :value_channels]
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: list[Call], scale: float, by: Kernels
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: list[Call], scale: float, backend: Kernels
     ) -> Tensor:
-        out, lse, state = by.forward((query, key, value), calls[0], scale)
+        out, lse, state = backend.forward((query, key, value), calls[0], scale)
         total, states = out.to(lse.dtype), [state]
         for call in calls[1:]:
-            part, part_lse, state = by.forward((query[call.queries], key[call.keys], value[call.keys]), call, scale)
+            part, part_lse, state = backend.forward(
+                (query[call.queries], key[call.keys], value[call.keys]), call, scale
+            )
             before = lse[:, call.queries]
             merged = torch.logaddexp(before, part_lse)
             old, new = ((x - merged).exp().t().unsqueeze(2) for x in (before, part_lse))
@@ -185,7 +187,7 @@ class _TreeAttention(torch.autograd.Function):
             states.append(state)
         out = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.calls, ctx.states, ctx.scale, ctx.by = calls, states, scale, by
+        ctx.calls, ctx.states, ctx.scale, ctx.backend = calls, states, scale, backend
         return out
 
     @staticmethod
@@ -193,12 +195,12 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         first, *others = zip(ctx.calls, ctx.states, strict=True)
-        grads = ctx.by.backward(grad, (query, key, value), out, lse, first[0], ctx.scale, first[1])
+        grads = ctx.backend.backward(grad, (query, key, value), out, lse, first[0], ctx.scale, first[1])
         sums = [x.to(lse.dtype) for x in grads]
         for call, state in others:
             inputs = (query[call.queries], key[call.keys], value[call.keys])
             rows = (out[call.queries], lse[:, call.queries].contiguous())
-            parts = ctx.by.backward(grad[call.queries], inputs, *rows, call, ctx.scale, state)
+            parts = ctx.backend.backward(grad[call.queries], inputs, *rows, call, ctx.scale, state)
             for total, part, places in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
                 total[places] += part
         return *(x.to(query.dtype) for x in sums), None, None, None

@@ -37,7 +37,7 @@ def errors(tree, *, dtype, value_channels=8, scale=None, seed=0):
 
     inputs = [draw(4, 7).requires_grad_(), draw(2, 7).requires_grad_(), draw(2, value_channels).requires_grad_()]
     calls = attention.calls_of(tree, device="cpu")
-    out = attention.tree_attention(*inputs, calls, scale=scale, by=attention.OF_CPU)
+    out = attention.tree_attention(*inputs, calls, scale=scale, backend=attention.OF_CPU)
     grad = draw(4, value_channels)
     ours = (out, *torch.autograd.grad(out, inputs, grad))
     assert {x.dtype for x in ours} == {dtype}
