@@ -9,9 +9,6 @@ import numpy as np
 
 from megatron_balance.planner.problem import INT_MAX, Ints
 
-_SCANNED = 256
-"""Items that are tested together for room in any bin."""
-
 
 def assign_lpt(
     costs: Ints,
@@ -42,11 +39,7 @@ def assign_lpt(
         if not able.size:
             if stops:
                 break
-            ahead = slice(start, start + _SCANNED)
-            fits = largest >= weights[ahead, None]
-            if within:
-                fits &= flat_slack >= costs[ahead, None]
-            start += int(fits.any(axis=1).argmax()) if fits.any() else len(fits)
+            start += 1
             continue
         groups = able[np.argsort(loads[able], kind="stable")][: costs.size - start]
         weight = weights[start : start + groups.size]
