@@ -20,6 +20,7 @@ BENCHMARKS = {
     "planner": "benchmarks.planner.command",
     "pipelines": "benchmarks.pipelines.command",
     "prefixes": "benchmarks.prefixes",
+    "pieces": "benchmarks.planner.pieces",
     "flops": "benchmarks.flops",
     "rates": "benchmarks.rates",
     "cluster": "benchmarks.cluster",

@@ -3,6 +3,7 @@
 Costs are computed here from their definition, node by node: none of the planner's neighbours, differences or runs.
 """
 
+import contextlib
 from itertools import product
 
 import numpy as np
@@ -147,6 +148,30 @@ def test_sharing_never_loses(topology):
     assert shared.predicted_cost < 0.9 * alone.predicted_cost
     nothing = Forest.from_prompts(lengths, prompt_tokens=np.zeros(128, np.int64), groups=group_of)
     assert plan(nothing, topology, cap=8_192, cost_model=cost_model).predicted_cost <= alone.predicted_cost
+
+
+def test_pieces_stay_where_their_samples_were_loaded():
+    """Ranks are interchangeable: a plan whose samples lie one rank further moves none of them."""
+    prompts, lengths, group_of = rollouts("azure_conv", groups=16, size=8, seed=5)
+    forest = Forest.from_prompts(lengths, prompt_tokens=prompts, groups=group_of)
+    free = plan(forest, Topology(4), cap=8_192)
+    homes = (free.microbatch_of // free.num_microbatches + 1) % 4
+    placed = plan(forest, Topology(4), cap=8_192, home_ranks=homes)
+    assert placed.predicted_cost == free.predicted_cost
+    assert placed.metrics().moved_tokens == 0
+
+
+def test_pipelines_take_as_many_micro_batches_as_are_best():
+    """Sharing leaves few micro-batches, and a pipeline wants many: the number follows from the makespan."""
+    prompts, lengths, group_of = rollouts("azure_conv", groups=16, size=8, seed=6)
+    forest, topology = Forest.from_prompts(lengths, prompt_tokens=prompts, groups=group_of), Topology(2, pp_size=4)
+    free = plan(forest, topology, cap=16_384)
+    fixed = {}
+    for number in (2, 4, 6, 8, 10, 12, 16, 20):
+        with contextlib.suppress(BalanceError):  # too few for the samples
+            fixed[number] = plan(forest, topology, cap=16_384, num_microbatches=number).predicted_cost
+    assert free.num_microbatches > min(fixed)
+    assert free.predicted_cost <= 1.02 * min(fixed.values())
 
 
 def test_a_large_batch_is_poured_alike_everywhere():
