@@ -31,8 +31,8 @@ from megatron_balance.cost.rates import (
     resolve_cost,
     resolve_exchange,
     resolve_gather,
+    split_advice,
 )
-from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
@@ -168,12 +168,7 @@ class CompareCosts:
         shape, layout = self.shape, self._layout(topology)
         if shape is None or layout is None or self.name != "flops":
             return ""
-        advice = split_advice(
-            lambda split: CostModel.from_shape(shape, attention_tflops=self.attention_rate, layout=split),
-            layout=layout,
-            shape=shape,
-            lengths=lengths,
-        )
+        advice = split_advice(layout, shape=shape, lengths=lengths, attention_rate=self.attention_rate)
         return advice and f"with {'the' if self._layout_flags else 'an even'} split of layers {advice}"
 
     def judging(self, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:

@@ -1,4 +1,4 @@
-"""Costs by name, the default rate of attention, and rates of links between context-parallel ranks."""
+"""Costs by name, rates of attention and of links, and the split of layers that would even pipeline stages."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ GPUS_PER_NODE = 8
 
 ASSUMED_TFLOPS = 400.0
 """Of an H100 in training, to compare a time with FLOPs where no rate is known: 40 % of its bf16 peak."""
+
+SPLIT_GAIN = 0.03
+"""Another split of layers is advised where the costliest stage loses so much of the mean."""
 
 
 def default_attention_rate(num_experts: int | None = None, *, fp8: bool = False) -> float:
@@ -175,3 +178,29 @@ def resolve_cost(
         seconds = cost.cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
         return replace(seconds, stages=stages)
     raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")
+
+
+def split_advice(
+    layout: PipelineLayout, *, shape: ModelShape, lengths: Any, attention_rate: float = 1.0, pack_tokens: int = 0
+) -> str:
+    """A sentence on the costliest stage, and the flags that would even the stages; empty where none would pay."""
+
+    def loads(layout: PipelineLayout) -> list[float]:
+        model = resolve_cost(
+            "flops", model=shape, attention_rate=attention_rate, pack_tokens=pack_tokens, layout=layout
+        )
+        return model.stages.loads(model, lengths) if model.stages else [1.0]
+
+    current = loads(layout)
+    splits = [(max(loads(split)), flags) for flags, split in layout.alternatives(shape).items()]
+    # Of splits that are about as good the one that is simpler to say.
+    best = min(
+        splits, default=(max(current), ""), key=lambda split: (split[0] // SPLIT_GAIN, "|" in split[1], len(split[1]))
+    )
+    least, flags = best
+    if max(current) < least + SPLIT_GAIN:
+        return ""
+    return (
+        f"pipeline stage {current.index(max(current)) + 1} of {len(current)} computes {max(current):.2f} times the "
+        f"mean; {flags} makes that {least:.2f}."
+    )

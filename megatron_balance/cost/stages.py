@@ -1,25 +1,20 @@
-"""Costs of pipeline stages whose chunks are not alike, and the split of layers that would even them."""
+"""Costs of pipeline stages whose chunks are not alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.layout import PipelineLayout
-from megatron_balance.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_balance.cost.model import CostModel
 
 STAGE_BITS = 10
 """Costs by kind of chunk are in units of 2**-10, so that 1.55 times a cost of one a token is told from 2."""
-
-SPLIT_GAIN = 0.03
-"""Another split is advised where the costliest stage loses so much of the mean."""
 
 
 @dataclass(frozen=True)
@@ -81,30 +76,3 @@ class StageCosts:
         costs = [float(kind(np.asarray(lengths)).astype(np.float64).sum()) for kind in self.kinds_of(whole)]
         stages = [sum(costs[kind] for kind in stage) for stage in self.kinds]
         return [stage * len(stages) / sum(stages) for stage in stages]
-
-
-def split_advice(
-    cost_of: Callable[[PipelineLayout], CostModel], *, layout: PipelineLayout, shape: ModelShape, lengths: Any
-) -> str:
-    """A sentence on the costliest stage, and the flags that would even the stages; empty where none would pay.
-
-    `cost_of` is the cost model of the run in a layout.
-    """
-
-    def loads(layout: PipelineLayout) -> list[float]:
-        model = cost_of(layout)
-        return model.stages.loads(model, lengths) if model.stages else [1.0]
-
-    current = loads(layout)
-    splits = [(max(loads(split)), flags) for flags, split in layout.alternatives(shape).items()]
-    # Of splits that are about as good the one that is simpler to say.
-    best = min(
-        splits, default=(max(current), ""), key=lambda split: (split[0] // SPLIT_GAIN, "|" in split[1], len(split[1]))
-    )
-    least, flags = best
-    if max(current) < least + SPLIT_GAIN:
-        return ""
-    return (
-        f"pipeline stage {current.index(max(current)) + 1} of {len(current)} computes {max(current):.2f} times the "
-        f"mean; {flags} makes that {least:.2f}."
-    )

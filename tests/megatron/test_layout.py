@@ -14,8 +14,8 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_balance import CostModel, ModelShape
-from megatron_balance.cost.stages import split_advice
+from megatron_balance import ModelShape
+from megatron_balance.cost.rates import split_advice
 from megatron_balance.model.layout import PipelineLayout
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2}
@@ -164,9 +164,7 @@ def test_a_hybrid_pattern_is_cut_as_megatron_cuts_it(pattern, pp_size, vpp_size,
 def test_another_split_is_advised_where_megatron_takes_it(name, pp_size, vpp_size, largest, advice):
     shape = ModelShape.preset(name)
     layout = PipelineLayout.even_split(shape.num_layers, pp_size=pp_size, vpp_size=vpp_size)
-    sentence = split_advice(
-        lambda split: CostModel.from_shape(shape, layout=split), layout=layout, shape=shape, lengths=np.full(8192, 2048)
-    )
+    sentence = split_advice(layout, shape=shape, lengths=np.full(8192, 2048))
     assert f"stage {pp_size} of {pp_size} computes {largest:.2f} times the mean" in sentence
     assert advice in sentence
     parser = ArgumentParser()

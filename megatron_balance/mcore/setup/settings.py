@@ -24,8 +24,8 @@ from megatron_balance.cost.rates import (
     resolve_cost,
     resolve_exchange,
     resolve_gather,
+    split_advice,
 )
-from megatron_balance.cost.stages import split_advice
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.mcore.setup.rules import Options, autotuned, cautions, has_delta_net, holds
@@ -259,17 +259,12 @@ def run_costs(
             reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
         log_lines = [f"FLOPs count attention at {rate:g} times the rate of all else: {reason}."]
         pack_tokens = (options.get("max_tokens_per_gpu") or 0) * topology.cp_size
-        flops: dict[str, Any] = {"ep_size": topology.ep_size, "attention_rate": rate, "pack_tokens": pack_tokens}
         stages = _stages(options, shape)
-        cost = resolve_cost("flops", **flops, **stages)
-        if stages["layout"] is not None:
-            model, lengths = stages["model"], [options.get("seq_length") or pack_tokens]
-            advice = split_advice(
-                lambda layout: resolve_cost("flops", **flops, model=model, layout=layout),
-                layout=stages["layout"],
-                shape=model,
-                lengths=lengths,
-            )
+        flops: dict[str, Any] = {"attention_rate": rate, "pack_tokens": pack_tokens}
+        cost = resolve_cost("flops", ep_size=topology.ep_size, **flops, **stages)
+        if (layout := stages["layout"]) is not None:
+            lengths = [options.get("seq_length") or pack_tokens]
+            advice = split_advice(layout, shape=stages["model"], lengths=lengths, **flops)
     exchange: dict[str, int] = {}  # what ranks receive from others
     if topology.dynamic_cp:
         link, assumption = _assumed_link(topology)
