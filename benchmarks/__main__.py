@@ -32,7 +32,6 @@ BENCHMARKS = {
     "scale": "benchmarks.scale.command",
     "resume": "benchmarks.resume.command",
     "hosts": "benchmarks.hosts.command",
-    "soak": "benchmarks.soak.command",
     "adapters": "benchmarks.adapters.command",
     "loaders": "benchmarks.loaders",
 }

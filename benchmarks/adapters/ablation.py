@@ -1,29 +1,25 @@
 """R41, R42: what the cost by which a batch is planned is worth, on the four setups of slime's pull request 2017.
 
 Karmarkar-Karp by tokens is the request's baseline; by `coeff * L + L**2` its first form of `--balance-by-flops`, with
-its coefficient; by FLOPs its last. Plans are judged by FLOPs at full size, on all real sets of lengths, and trained at
-a small one (`trained.py`), on the batch that tokens balance worst, whose gradient must be the same by every plan.
+its coefficient; by FLOPs its last. Plans are judged by FLOPs at full size, on all real sets of lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.adapters.trained import SCALE, difference, small_length, small_shape, train
 from benchmarks.planner.setups import LENGTHS, SETUPS, Setup, global_batches
 from benchmarks.rates import slime_approximate
 from megatron_balance import CostModel, DataSchedule, ModelShape
 from megatron_balance.planner import build_data_schedule
 
-COLUMNS = ["cost", "of the worst batch", "CPU s", "over the mean", "gradient"]
+COLUMNS = ["cost", "of the worst batch"]
 SAYS = (
     "Cost by FLOPs over that of ranks that never wait: mean over real lengths at full size, and of the batch "
-    "that tokens balance worst; of that CPU seconds of a step at an eighth of width and lengths, also over the "
-    "mean rank's, and how far its gradient is from that of the first plan."
+    "that tokens balance worst."
 )
 WAYS = {
     "tokens, karmarkar_karp": ("tokens", "karmarkar_karp"),
@@ -41,21 +37,14 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 def _rows(setup: Setup) -> dict[str, list[float]]:
     folder = LENGTHS if LENGTHS.is_dir() else None
     batches = list(global_batches(setup, lengths_folder=folder))
-    shape, is_moe = ModelShape.preset(setup.model), setup.topology.ep_size > 1
-    small = small_shape(is_moe=is_moe)
+    shape = ModelShape.preset(setup.model)
     rows: dict[str, list[float]] = {}
-    worst, reference = 0, None
+    worst = 0
     for name, (cost, algorithm) in WAYS.items():
         model = _cost(cost, shape, judge=setup.cost_model)
         ratios = [_over_bound(setup, batch, _plan(setup, batch, model, algorithm)) for batch in batches]
         worst = worst if rows else int(np.argmax(ratios))
-        lengths = np.array([small_length(length) for length in batches[worst].tolist()])
-        small_setup = replace(setup, max_tokens_per_gpu=setup.max_tokens_per_gpu // SCALE)
-        plan = _plan(small_setup, lengths, _cost(cost, small, judge=CostModel.from_shape(small)), algorithm)
-        step = train([[lengths[list(slot)].tolist() for slot in slots] for slots in plan.ranks], is_moe=is_moe)
-        reference = step.gradient if reference is None else reference
-        figures = step.figures(together=setup.objective == "microbatch")
-        rows[name] = [float(np.mean(ratios)), ratios[worst], *figures, difference(step.gradient, reference)]
+        rows[name] = [float(np.mean(ratios)), ratios[worst]]
     return rows
 
 

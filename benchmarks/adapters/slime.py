@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.adapters.trained import step_of
 from megatron_balance import CostModel
 from megatron_balance.adapters.slime import SlimeOptions, balanced_dp_schedule
 
@@ -61,7 +60,7 @@ def draw_lengths(seed: int) -> list[int]:
 def figures_of(build: BuildSchedule, *, cost_model: CostModel) -> list[float]:
     """Plans all rollout batches with `build`, which has the signature of slime's `build_dp_schedule`."""
     config = {"dp_size": DP_SIZE, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-    over_cap, step = 0, list[float]()
+    over_cap = 0
     ratios: list[tuple[float, float, int]] = []
     for seed in range(NUM_SEEDS):
         lengths = draw_lengths(seed)
@@ -76,9 +75,8 @@ def figures_of(build: BuildSchedule, *, cost_model: CostModel) -> list[float]:
         costs = np.array([[sum(map(cost_model, slot)) for slot in slots] for slots in lengths_held], dtype=np.int64)
         mean = costs.sum() / DP_SIZE
         ratios.append((costs.sum(axis=1).max() / mean, costs.max(axis=0).sum() / mean, num_microbatches))
-        step = step or step_of(lengths_held, together=False)
     means = np.array(ratios).mean(axis=0)
-    return [over_cap, *means.tolist(), *step]
+    return [over_cap, *means.tolist()]
 
 
 def planners(checkout: Path | None) -> dict[str, BuildSchedule]:
@@ -105,11 +103,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     return {name: figures_of(build, cost_model=cost_model) for name, build in planners(args.checkout).items()}
 
 
-COLUMNS = ["over the cap", "rank max/mean", "sum of slot max/mean", "micro-batches", "CPU s", "over the mean"]
-SAYS = (
-    "Qwen3-4B on 4 ranks, cap 9216, 128 samples lognormal(7, 1): means over 50 rollout batches, by FLOPs; CPU "
-    "seconds of a step."
-)
+COLUMNS = ["over the cap", "rank max/mean", "sum of slot max/mean", "micro-batches"]
+SAYS = "Qwen3-4B on 4 ranks, cap 9216, 128 samples lognormal(7, 1): means over 50 rollout batches, by FLOPs."
 
 
 def _never(*_: Any, **__: Any) -> None:

@@ -27,7 +27,6 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils import seqlen_balancing
 
-from benchmarks.adapters.trained import step_of
 from megatron_balance.adapters.kit import sample_costs
 from megatron_balance.adapters.verl import choose_cost, install
 
@@ -90,10 +89,9 @@ def _figures(order: Order, *, seeds: int, keep_minibatch: bool = False) -> list[
     batches = [rollout_lengths(seed, num_rows=512) for seed in range(seeds)]
     several = _mean_imbalance(order, batches, keep_minibatch=keep_minibatch)
     if keep_minibatch:
-        return [None, several, None, None, None]
+        return [None, several, None]
     batches = [rollout_lengths(seed, num_rows=128) for seed in range(seeds)]
-    first = batches[0][order(batches[0], keep_minibatch=False)].tolist()
-    return [_mean_imbalance(order, batches), several, None, *step_of(first, together=True)]
+    return [_mean_imbalance(order, batches), several, None]
 
 
 def _mean_imbalance(order: Order, batches: Sequence[Lengths], *, keep_minibatch: bool = False) -> float:
@@ -120,8 +118,5 @@ def num_micro_batches(*, seeds: int) -> float:
     return float(np.mean(counts))
 
 
-COLUMNS = ["128 rows, one step", "512 rows, 4 mini-batches", "micro-batches of 64 rows", "CPU s", "over the mean"]
-SAYS = (
-    "Costliest rank over the mean rank, summed over mini-batches; lognormal(7.5, 1.2), 8 ranks; cap 40960 tokens. CPU "
-    "seconds of a step of 128 rows."
-)
+COLUMNS = ["128 rows, one step", "512 rows, 4 mini-batches", "micro-batches of 64 rows"]
+SAYS = "Costliest rank over the mean rank, summed over mini-batches; lognormal(7.5, 1.2), 8 ranks; cap 40960 tokens."
