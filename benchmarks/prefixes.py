@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from training_run import Recorded, largest_difference
 
-from benchmarks.planner.setups import add_length_options, lengths_folder
+from benchmarks.planner.setups import add_length_options, draw_rollouts, lengths_folder
 from benchmarks.publish import ROOT, Measured, table
 from megatron_balance.record import read_record
 
@@ -52,7 +52,15 @@ def measure(args: argparse.Namespace) -> Measured:
     folder, rows = ROOT / "build" / "bench" / "prefixes", dict[str, dict[str, float]]()
     shutil.rmtree(folder, ignore_errors=True)
     for name in args.sets:
-        prompts, responses = _draw(name, args)
+        prompts, responses = draw_rollouts(
+            name,
+            groups=GROUPS,
+            responses=RESPONSES,
+            longest=LONGEST - 1,
+            folder=lengths_folder(args),
+            draw=np.random.default_rng(0),
+        )
+        responses = np.minimum(responses, LONGEST - 1 - prompts[:, None])
         (folder / name).mkdir(parents=True)
         _write(folder / name / "data.jsonl", prompts, responses)
         rows[name] = _compare(folder / name)
@@ -64,22 +72,6 @@ def measure(args: argparse.Namespace) -> Measured:
         if not BAR[0] <= ratio <= BAR[1]
     ]
     return Measured({"real": lengths_folder(args) is not None, "sets": rows}, raw=rows, problems=problems)
-
-
-def _draw(name: str, args: argparse.Namespace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`[GROUPS]` tokens of prompts and `[GROUPS, RESPONSES]` of responses to prompts of like lengths."""
-    folder, draw = lengths_folder(args), np.random.default_rng(0)
-    if folder is None:
-        pairs = np.exp(draw.normal([[5.5], [5.0]], [[0.9], [0.8]], (2, 8192))).astype(np.int64)
-    else:
-        with np.load(folder / f"{name}.npz") as data:
-            pairs = np.stack([data["prompt"], data["response"]]).astype(np.int64)
-    pairs = pairs[:, (pairs > 0).all(axis=0) & (pairs.sum(axis=0) < LONGEST)]
-    pairs = pairs[:, np.argsort(pairs[0], kind="stable")]
-    middle = draw.integers(0, pairs.shape[1], GROUPS)
-    near = (middle[:, None] + draw.integers(-100, 100, (GROUPS, RESPONSES))).clip(0, pairs.shape[1] - 1)
-    prompts = pairs[0, middle]
-    return prompts, np.minimum(pairs[1, near], LONGEST - 1 - prompts[:, None])
 
 
 def _write(path: Any, prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> None:

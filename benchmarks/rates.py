@@ -163,7 +163,6 @@ def losses_of(setup: Setup, *, folder: Path | None, by_kind: dict[str, list[list
     others = {
         "tokens": CostModel.tokens(),
         "coeff*L + L²": slime_approximate(shape),
-        "slime's FLOPs": _slime_counter(shape),
         "24576 L + L²": CostModel(linear=LINEAR, quadratic=1),
     }
     losses: dict[str, list[float]] = {}
@@ -212,31 +211,10 @@ def slime_approximate(shape: ModelShape) -> CostModel:
     width a token visits: the chosen experts' and the shared ones'. Every layer has full attention.
     """
     gemms = 3 if shape.gated_linear_unit else 2
-    return CostModel(linear=2 * shape.hidden_size + gemms * _visited_width(shape) // 2, quadratic=1)
-
-
-def _slime_counter(shape: ModelShape) -> CostModel:
-    """slime's `calculate_fwd_flops`: forward FLOPs, all layers equal.
-
-    Source: slime, `slime/utils/flops_utils.py`. Per token: queries `2h*nd`, keys and values `2h*(n/g)*d`, where
-    this package has `4h*gd`; output projection `2h²`, which is right where `nd` is h; three GEMMs in the MLP,
-    gated or not; no router; output layer `2hV`. Core `2nd*L²` in every layer, linear attention or not.
-    """
-    if shape.multi_latent_attention:
-        raise ValueError("slime's counter is written for grouped-query attention here: choose another model")
-    h, d = shape.hidden_size, shape.kv_channels
-    n, g = shape.num_attention_heads, shape.num_query_groups
-    layer = 2 * h * n * d + 2 * h * (n // g) * d + 2 * h * h + 6 * h * _visited_width(shape)
-    return CostModel(
-        linear=shape.num_layers * layer + 2 * h * shape.padded_vocab_size, quadratic=shape.num_layers * 2 * n * d
-    )
-
-
-def _visited_width(shape: ModelShape) -> int:
-    """Width of the MLP that a token goes through."""
-    if not shape.num_experts:
-        return shape.ffn_hidden_size
-    return shape.moe_router_topk * shape.moe_ffn_hidden_size + shape.moe_shared_expert_intermediate_size
+    width = shape.ffn_hidden_size
+    if shape.num_experts:
+        width = shape.moe_router_topk * shape.moe_ffn_hidden_size + shape.moe_shared_expert_intermediate_size
+    return CostModel(linear=2 * shape.hidden_size + gemms * width // 2, quadratic=1)
 
 
 def _plan(batch: Any, setup: Setup, cost: CostModel) -> Any:

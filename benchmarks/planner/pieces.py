@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
+from benchmarks.planner.setups import add_length_options, draw_rollouts, lengths_folder, lengths_said
 from benchmarks.publish import Measured, table
 from megatron_balance import CostModel, Forest, Limits, Topology, build_data_schedule
 from megatron_balance.planner.batch import ForestBatch, batch_of
@@ -59,17 +59,16 @@ def measure(args: argparse.Namespace) -> Measured:
 
 def _forest(name: str, folder: Any, *, groups: int, systems: int) -> tuple[Forest, Any]:
     """Groups of responses to prompts of like length, below none or several system prompts."""
-    draw = np.random.default_rng(1)
-    pairs = np.exp(draw.normal([[6.0], [5.5]], [[0.9], [0.8]], (2, 8192))).astype(np.int64)
-    if folder is not None:
-        with np.load(folder / f"{name}.npz") as data:
-            pairs = np.stack([data["prompt"], data["response"]]).astype(np.int64)
-    pairs = pairs[:, (pairs > 0).all(axis=0) & (pairs.sum(axis=0) <= CAP // 2)]
-    pairs = pairs[:, np.argsort(pairs[0], kind="stable")]
-    middle = draw.integers(0, pairs.shape[1], groups)
-    near = (middle[:, None] + draw.integers(-100, 100, (groups, RESPONSES))).clip(0, pairs.shape[1] - 1)
+    prompts, responses = draw_rollouts(
+        name,
+        groups=groups,
+        responses=RESPONSES,
+        longest=CAP // 2,
+        folder=folder,
+        draw=np.random.default_rng(1),
+    )
     group_of, above = np.arange(groups).repeat(RESPONSES), np.arange(groups) % max(systems, 1) if systems else -1
-    tokens = np.concatenate([np.full(systems, SYSTEM_TOKENS), pairs[0, middle], pairs[1, near].ravel()])
+    tokens = np.concatenate([np.full(systems, SYSTEM_TOKENS), prompts, responses.ravel()])
     parent = np.concatenate([np.full(systems, -1), np.broadcast_to(above, groups), systems + group_of])
     return Forest.from_nodes(tokens, parent, systems + groups + np.arange(groups * RESPONSES)), group_of
 

@@ -121,6 +121,21 @@ def draw_lengths(name: str, *, num_samples: int, longest: int, folder: Path | No
     return np.resize(shuffled, num_samples)
 
 
+def draw_rollouts(
+    name: str, *, groups: int, responses: int, longest: int, folder: Path | None, draw: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`[groups]` tokens of prompts, and `[groups, responses]` of responses to prompts of like lengths."""
+    pairs = np.exp(draw.normal([[6.0], [5.5]], [[0.9], [0.8]], (2, 8192))).astype(np.int64)
+    if folder is not None:
+        with np.load(folder / f"{name}.npz") as data:
+            pairs = np.stack([data["prompt"], data["response"]]).astype(np.int64)
+    pairs = pairs[:, (pairs > 0).all(axis=0) & (pairs.sum(axis=0) <= longest)]
+    pairs = pairs[:, np.argsort(pairs[0], kind="stable")]
+    middle = draw.integers(0, pairs.shape[1], groups)
+    near = (middle[:, None] + draw.integers(-100, 100, (groups, responses))).clip(0, pairs.shape[1] - 1)
+    return pairs[0, middle], pairs[1, near]
+
+
 def add_length_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--synthetic` and `--lengths`."""
     parser.add_argument("--synthetic", action="store_true", help="lengths from the built-in fits, not from files")
