@@ -61,11 +61,7 @@ def equal(generator, count, longest):
     return np.full(count, generator.integers(longest // 9, longest // 2))
 
 
-DYNAMIC_LAYOUTS = {
-    "step": {},
-    "microbatch": {"fully_sharded": True},
-    "pipeline": {"pp_size": 2},
-}
+DYNAMIC_LAYOUTS = {"step": {}, "microbatch": {"fully_sharded": True}, "pipeline": {"pp_size": 2}}
 FAMILIES = {family.__name__: family for family in (lognormal, bimodal, giant, pareto, equal)}
 
 

@@ -180,11 +180,7 @@ def test_plans_are_for_ranks_that_reduce_in_every_micro_batch(flags, objective):
     assert resolve_objective("auto", topology=topology) == objective
     assert topology.has_equal_counts is (objective == "microbatch")
     if "--fp8-format" in flags:  # no flag sets it, a loop's configuration may
-        for sizes in (
-            {},
-            {"context_parallel_size": 2},
-            {"context_parallel_size": 2, "balance_dynamic_cp": "all"},
-        ):
+        for sizes in ({}, {"context_parallel_size": 2}, {"context_parallel_size": 2, "balance_dynamic_cp": "all"}):
             delayed = options | sizes | {"tp_only_amax_red": True, "fp8_recipe": "delayed"}
             topology = topology_of(delayed, shape=lambda: SHAPE)
             assert topology.reduces_in_microbatches is ("balance_dynamic_cp" in sizes)

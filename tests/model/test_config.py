@@ -78,25 +78,7 @@ def test_layers_that_are_not_counted_are_refused_by_name(model_type):
         ModelShape.from_hf_config(LLAMA | CONFIGS["refused"][model_type])
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"sliding_window": 32}, "a sliding_window without layer_types"),
-        ({"layer_types": ["full_attention", "conv"] * 2}, r"layer_types \['conv'\]"),
-        ({"layer_types": ["full_attention", "linear_attention"] * 2}, "linear_key_head_dim is missing.*'new'"),
-        ({"mamba_d_state": 16}, "Mamba without a list of layers"),
-        ({"v_head_dim": 8}, "values of another width than keys"),
-        ({**EXPERTS, "mlp_layer_types": ["hash_moe"] * 4}, r"mlp_layer_types \['hash_moe'\]"),
-        (
-            {**SPARSE, "layer_types": ["indexed_attention", "full_attention"] * 2},
-            "sparse attention in some layers only",
-        ),
-        ({**SPARSE, "indexer_types": ["full", "pooled"] * 2}, r"indexer_types \['pooled'\]"),
-        ({"linear_attn_config": {"kda_layers": [1]}}, "linear attention that is no gated delta net"),
-        ({"num_kv_shared_layers": 2}, "layers that share keys and values"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries.*num_hidden_layers is 4"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), CONFIGS["uncounted"])
 def test_keys_that_nothing_counts_are_refused_in_an_unknown_type(keys, message):
     with pytest.raises(BalanceError, match=message):
         ModelShape.from_hf_config(LLAMA | keys | {"model_type": "new"})
@@ -170,22 +152,10 @@ def test_gemma3_leaves_its_heads_to_its_class():
     assert [layer.window for layer in shape.layers()[:7]] == [1024] * 5 + [0, 1024]
 
 
-@pytest.mark.parametrize(
-    ("keys", "freq"),
-    [
-        ({}, ()),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 0)),
-        ({"first_k_dense_replace": 1}, (0, 1, 1, 1)),
-        ({"moe_layer_freq": 2}, (1, 0, 1, 0)),
-        ({"moe_layer_freq": [0, 0, 1, 1]}, (0, 0, 1, 1)),
-        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, (0, 1, 1, 0)),
-        ({"moe_layer_start_index": 1, "moe_layer_end_index": 2}, (0, 1, 1, 0)),
-        ({"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 2}, (0, 1, 0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("keys", "freq"), CONFIGS["moe_layer_freq"])
 def test_experts_are_in_the_layers_that_the_file_says(keys, freq):
     shape = ModelShape.from_hf_config(LLAMA | EXPERTS | keys | {"model_type": "qwen3_moe"})
-    assert shape.moe_layer_freq == freq
+    assert shape.moe_layer_freq == tuple(freq)
 
 
 def test_shared_experts_have_a_width_or_a_number():

@@ -126,8 +126,7 @@ def test_one_sample_fewer_makes_no_step_slower(count, dp_size, pp_size, vpp_size
 
 
 @pytest.mark.parametrize(
-    ("vpp_size", "ranks"),
-    [(1, {}), (2, {}), (1, {"ep_size": 4}), (2, {"fully_sharded": True, "dynamic_cp": True})],
+    ("vpp_size", "ranks"), [(1, {}), (2, {}), (1, {"ep_size": 4}), (2, {"fully_sharded": True, "dynamic_cp": True})]
 )
 def test_stages_take_the_time_of_their_chunks(vpp_size, ranks):
     """Fault: every stage cost the same, though the output layer makes the last one up to 1.6 times the mean."""

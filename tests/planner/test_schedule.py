@@ -185,10 +185,7 @@ def test_the_host_may_fix_the_number_of_micro_batches(options):
 
 
 @pytest.mark.parametrize("objective", ["step", "microbatch"])
-@given(
-    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=24),
-    max_samples=st.sampled_from([None, 1, 3]),
-)
+@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=24), max_samples=st.sampled_from([None, 1, 3]))
 def test_padded_micro_batches_keep_both_caps_and_even_cost(objective, lengths, max_samples):
     options = {"num_ranks": 2, "max_tokens": 60, "max_samples": max_samples, "objective": objective, "padded": True}
     ranks = balance(lengths, **options)

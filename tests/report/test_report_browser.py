@@ -1,7 +1,6 @@
 """The page in Chromium without a window, as Debian packages it: readable wide and narrow, light and dark."""
 
 import shutil
-from typing import TYPE_CHECKING
 
 import pytest
 from recorded_runs import record_writers, run_info, step_of, write_record
@@ -11,8 +10,6 @@ from megatron_balance.cli import main
 
 pytest.importorskip("jinja2")
 pytest.importorskip("selenium")
-if TYPE_CHECKING:
-    pass
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -67,10 +67,7 @@ def test_a_page_says_of_what_it_is_and_what_to_do_next(tmp_path):
     assert command.endswith(f"-m megatron_balance.launch YOUR_SCRIPT … --calculate-per-token-loss {flags}")
     assert re.search(r"As planned the slowest rank works \d+\.\d% longer than the mean rank, in stock \d+\.\d%;", page)
     assert "train 20 steps with them and" in page
-    for noise, words in (
-        (0.0, "Plans and seconds agree."),
-        (0.5, "<code>megatron-balance fit RECORD"),
-    ):
+    for noise, words in ((0.0, "Plans and seconds agree."), (0.5, "<code>megatron-balance fit RECORD")):
         write_record(tmp_path / "record", num_steps=3, num_samples=200, noise=noise)
         assert words in report(tmp_path, tmp_path / "record")
 

@@ -64,16 +64,7 @@ def forward(forward_step_func, data_iterator, model, number):
         return torch.zeros(1), None
 
     schedules.forward_step(
-        step,
-        data_iterator,
-        model,
-        1,
-        None,
-        [],
-        model.config,
-        1,
-        current_microbatch=number,
-        is_last_stage=False,
+        step, data_iterator, model, 1, None, [], model.config, 1, current_microbatch=number, is_last_stage=False
     )
     return results[0]
 
@@ -214,20 +205,10 @@ def evaluated(*, collects):
         ran.extend(stock_schedule(**given))
         return []
 
-    words = {
-        "forward_only": True,
-        "model": [Model()],
-        "forward_step_func": lambda items, _: next(items),
-    }
+    words = {"forward_only": True, "model": [Model()], "forward_step_func": lambda items, _: next(items)}
     run_of(run, lambda: run)  # for hooks
     with run.evaluating(1):
-        run(
-            schedule,
-            data_iterator=Items(0),
-            num_microbatches=NUM_ITEMS,
-            collect_non_loss_data=collects,
-            **words,
-        )
+        run(schedule, data_iterator=Items(0), num_microbatches=NUM_ITEMS, collect_non_loss_data=collects, **words)
     return [microbatch["tokens"].numel() for microbatch in ran], seen
 
 

@@ -34,11 +34,7 @@ def partitions(loads, num_parts):
 
 @pytest.mark.parametrize(
     "seqlens",
-    [
-        torch.tensor([3, 70_000], dtype=torch.int32),
-        torch.tensor([3.0, 70_000.0]),
-        [3, 70_000],
-    ],
+    [torch.tensor([3, 70_000], dtype=torch.int32), torch.tensor([3.0, 70_000.0]), [3, 70_000]],
     ids=["int32", "float32", "list"],
 )
 def test_every_form_of_lengths_gives_exact_int64(seqlens):
