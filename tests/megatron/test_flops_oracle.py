@@ -10,8 +10,10 @@ Where Megatron's `num_floating_point_operations` is not what a model computes, t
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tomllib
 from megatron_formula import megatron_flops
 
 from megatron_balance import ModelShape
@@ -64,55 +66,17 @@ def test_ours_counts_windows_and_sparse_attention_as_less(name):
 
 # The real parser -----------------------------------------------------------------------------------------------------
 
-RUN = """--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 2 --lr 1e-4
-    --train-iters 1 --tokenizer-type NullTokenizer --position-embedding-type rope --transformer-impl local
-    --distributed-backend gloo --no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm"""
-
-QWEN3_30B = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
-    --group-query-attention --num-query-groups 4 --kv-channels 128 --swiglu --vocab-size 151936
-    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"""
-
-DEEPSEEK = """--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --swiglu
-    --vocab-size 129280 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
-    --qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
-    --moe-shared-expert-intermediate-size 2048 --moe-layer-freq [0]*3+[1]*58"""
-
-DEEPSEEK_SPARSE = f"""{DEEPSEEK} --experimental-attention-variant dsa --dsa-indexer-n-heads 64
-    --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048"""
-
-QWEN3_NEXT = """--num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16
-    --group-query-attention --num-query-groups 2 --kv-channels 256 --attention-output-gate --swiglu
-    --vocab-size 151936 --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512
-    --moe-shared-expert-intermediate-size 512 --experimental-attention-variant gated_delta_net
-    --linear-attention-freq 4"""
-
-GPT_OSS = """--num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64
-    --group-query-attention --num-query-groups 8 --kv-channels 64 --quick-geglu --vocab-size 201088
-    --num-experts 32 --moe-router-topk 4 --window-size 127,0 --window-attn-skip-freq 2"""
-
-NEMOTRON = """--hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --group-query-attention
-    --num-query-groups 8 --kv-channels 128 --squared-relu --vocab-size 131072
-    --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"""
+OPTIONS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
 
 
 def parse(monkeypatch, text):
     from megatron.training import arguments
 
-    monkeypatch.setattr(sys, "argv", ["train", *RUN.split(), *text.split()])
+    monkeypatch.setattr(sys, "argv", ["train", *OPTIONS["run"].split(), *text.split()])
     return arguments.parse_args()
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("Qwen3-30B-A3B", QWEN3_30B),
-        ("DeepSeek-V3", DEEPSEEK),
-        ("DeepSeek-V3.2", DEEPSEEK_SPARSE),
-        ("Qwen3-Next-80B-A3B", QWEN3_NEXT),
-        ("gpt-oss-20b", GPT_OSS),
-        ("Nemotron-H-8B", NEMOTRON),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), OPTIONS["presets"].items())
 def test_the_real_parser_gives_the_preset(monkeypatch, name, text):
     args = parse(monkeypatch, text)
     expected = fwd_flops(ModelShape.preset(name))
