@@ -209,20 +209,6 @@ def test_lines_of_a_record(file, number, where, value, said, tmp_path, refused):
     assert said in line
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--max-tokens-per-gpu", "9" * 23], "--max-tokens-per-gpu is 99999999999999999999999: it must be an integer"),
-        (["--pp-size", "100000000"], "make 200000000 GPUs"),
-        (["--dp-size", "100000000", "--global-batch-size", "100000000"], "make 100000000 GPUs"),
-        (["--seq-length", "99999999999"], "from 1 to 2147483647"),
-    ],
-)
-def test_absurd_numbers(flags, said, refused):
-    assert said in refused("compare", "synthetic:gsm8k_sft:8", *FLAGS, *flags)
-    assert "at most 33554432 samples" in refused("compare", "synthetic:gsm8k_sft:99999999999", *FLAGS, "--shuffle")
-
-
 def test_nothing_of_a_record_reaches_the_terminal_unescaped(tmp_path, capsys):
     """Fault: titles, screens and the flags that users copy could be forged."""
     write_record(tmp_path, run_info(policy="\x1b[2J\x1b[31mHACK\x07\n  by-flops  --rm" + "x" * 10**6), num_steps=1)
