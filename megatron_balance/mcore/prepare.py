@@ -186,7 +186,8 @@ class StepBuilder:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         forest = None
         if settings.share_prefixes:
-            chains = gather_chains(hash_chains(samples, with_mask=self._weighting is not None), group=group)
+            chains = attempt(hash_chains, samples, with_mask=self._weighting is not None)
+            chains = gather_chains(chains, group=group)
             forest = Forest.from_chains(gathered.lengths, chains)
         plan_started = time.perf_counter()
         schedule = self._plan(gathered, forest=forest)

@@ -166,23 +166,22 @@ def _common_schema(
     return first
 
 
-def gather_chains(
-    chains: HashChains | None, *, group: dist.ProcessGroup, error: str | None = None, device: Device = "cpu"
-) -> HashChains:
+def gather_chains(chains: HashChains | Failure, *, group: dist.ProcessGroup, device: Device = "cpu") -> HashChains:
     """The hash chains of the samples of all ranks, in the order of `gather_lengths`.
 
     Args:
-        chains: of this rank's samples; None with an error.
+        chains: of this rank's samples, or the failure to make them, which every rank raises here.
         group: as of `gather_lengths`.
-        error: of this rank. It is raised here, on every rank.
         device: where the collective's buffers live: `cuda` for NCCL.
 
     Raises:
         BalanceError: on every rank: an error on some rank.
     """
-    columns = (
-        [[0]] if chains is None else [[chains.counts.size], chains.counts, chains.ends, chains.hashes.view(np.int64)]
-    )
+    error, columns = None, [[0]]
+    if isinstance(chains, Failure):
+        error = chains.text
+    else:
+        columns = [[chains.counts.size], chains.counts, chains.ends, chains.hashes.view(np.int64)]
     payload = json.dumps(error).encode() + b"\n" + np.concatenate(columns).tobytes()
     operation = "the hashes of all ranks' samples (gather)"
     parts = all_gather_bytes(payload, group=group, device=device, operation=operation)

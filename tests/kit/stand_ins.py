@@ -55,6 +55,17 @@ def equal_hashes(watch, *, num_tokens=4):
     prepare.hash_chains = short
 
 
+def fail_to_hash(watch, *, rank=1):
+    """Hashing ends with an error on this rank alone."""
+    from megatron_balance.mcore import prepare
+
+    def fail(*_, **__):
+        raise MemoryError("no room for hashes")
+
+    if int(os.environ["RANK"]) == rank:
+        prepare.hash_chains = fail
+
+
 def stubborn_layer(watch):
     """Let the second layer of a model attend without its core attention."""
     from megatron.core.transformer.attention import SelfAttention

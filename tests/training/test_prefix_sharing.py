@@ -84,8 +84,12 @@ def test_a_layer_that_ignores_the_tree_ends_the_run(train):
         train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:stubborn_layer", {})))
 
 
-def test_a_collision_of_hashes_ends_the_run(train):
+@pytest.mark.parametrize(
+    ("stand_in", "text"),
+    [("equal_hashes", "by their hashes two samples share"), ("fail_to_hash", "no room for hashes")],
+)
+def test_what_fails_on_one_rank_ends_the_run_on_all(train, stand_in, text):
     dense = sharing("dense", "DP2")
-    failed = train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, ("stand_ins:equal_hashes", {})), fails=True)
-    for rows in failed.of_kind("error"):  # on every rank, also where none was found
-        assert "by their hashes two samples share" in rows[-1]["text"]
+    failed = train(f"{dense.stock} {SHARED}", stand_ins=(SMALL_BLOCKS, (f"stand_ins:{stand_in}", {})), fails=True)
+    for rows in failed.of_kind("error"):
+        assert text in rows[-1]["text"]
