@@ -1,4 +1,6 @@
-"""Holds the balanced run of a process: `build_run` makes it where all ranks agree on flags, hooks use `current`.
+"""Makes and holds the balanced run of a process.
+
+`build_run` makes it where all ranks agree on flags; hooks use `current`.
 
 Invariants: ranks agree before any makes a process group, those of stock runs too; an error in the flags or files of one
 rank is raised on every rank of the world; every rank makes all groups in the same order.

@@ -1,4 +1,4 @@
-"""Builds a schedule from lengths: the rank and the micro-batch of every sample.
+"""Assigns every sample of a global batch to a rank and a micro-batch.
 
     1. arguments are checked, lengths padded for context and sequence parallelism
     2. the objective is chosen from the topology, unless it is given

@@ -1,4 +1,4 @@
-"""Finds samples that begin alike, by hashes: a rank never sees the tokens of the others.
+"""Finds samples that begin with the same tokens by comparing hashes across ranks.
 
 A chain names what a sample holds up to every 128th token, and up to its first trained label, where responses to one
 prompt part: equal hashes mean equal tokens, labels and other keys. Where two samples train from other places, their

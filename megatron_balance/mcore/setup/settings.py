@@ -1,4 +1,4 @@
-"""Reads the settings of a balanced run once, from Megatron's options and the balance flags by name (`rules.py`)."""
+"""Reads the settings of a balanced run from Megatron's options and the balance flags."""
 
 from __future__ import annotations
 
