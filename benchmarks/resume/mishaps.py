@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.equality.cases import GLOBAL_BATCH_SIZE, NUM_STEPS
 from benchmarks.resume.cases import SAVE_INTERVAL, STEPS, Case
-from benchmarks.resume.elastic import node_lost
 from benchmarks.resume.killed import compare, newest_checkpoint, run_ranks, steps_of
 
 CASE = Case("by FLOPs", ranks=2, ranks_after=2, overlap=True)
@@ -40,7 +39,6 @@ def counted_in_samples(folder: Path, data: str, whole_of: WholeOf) -> str:
 MISHAPS: dict[str, Callable[[Path, str, WholeOf], str]] = {
     "--async-save": saved_in_background,
     "--train-samples": counted_in_samples,
-    "torchrun --nnodes=1:2: one of two nodes is killed, the other resumes": node_lost,
 }
 """By their names in the table."""
 
