@@ -4,7 +4,6 @@
 #
 #   Megatron-LM, 0.19 or later     trains with its pretrain_gpt.py, unedited, stock and balanced, in many layouts
 #   slime                          tests that call the schedule, and again with balancing on in every scenario
-#   miles                          the adapter's tests of its schedule and of its cut, on its own modules
 #   NeMo-RL                        the tests of docs/write-an-adapter.md on its packer and its cut into shards
 #   verl                           its tests of sequence balancing and DataProto; the adapter's on it in place of the release
 #   Megatron-Bridge                the adapter's tests on it in place of the release; MEGATRON=DIR for a Megatron that it wants
@@ -61,8 +60,6 @@ check_slime() {
     # Again where a test left balancing off: slime's invariants hold of our schedules in each of its scenarios.
     run --balance-every-scenario tests/test_dp_schedule.py "$@"
 }
-
-check_miles() { MILES_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/slime/test_miles_hooks.py "$@"; }
 
 check_nemo_rl() { NEMO_RL_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/template "$@"; }
 
@@ -171,7 +168,6 @@ while read -r name file; do  # a file that only its checkout has
 done <<'NAMES'
 megatron pretrain_gpt.py
 slime slime/utils/dp_schedule.py
-miles miles/utils/dp_schedule.py
 nemo_rl nemo_rl/data/packing/algorithms.py
 verl verl/utils/seqlen_balancing.py
 bridge src/megatron/bridge/training/train.py
@@ -179,5 +175,5 @@ areal areal/__init__.py
 torchspec torchspec/__init__.py
 recsys examples/commons/distributed/batch_shuffler.py
 NAMES
-echo "check upstream: $checkout is none of megatron, slime, miles, nemo_rl, verl, bridge, areal, torchspec, recsys" >&2
+echo "check upstream: $checkout is none of megatron, slime, nemo_rl, verl, bridge, areal, torchspec, recsys" >&2
 exit 2

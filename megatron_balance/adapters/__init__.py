@@ -1,4 +1,4 @@
-"""Thin translators: adapters for five systems and a fork of one, each driven by the planner.
+"""Thin translators: adapters for five systems, each driven by the planner.
 
 An adapter turns its system's lengths and batches into the planner's input, and the plan back; it has no partition
 algorithm and no exchange of its own. `kit` has what all of them need.

@@ -62,11 +62,5 @@ def qwen3_4b(**changed):
     return SimpleNamespace(**{**batches, **sizes, "vocab_size": 151936, "padded_vocab_size": 151936, **changed})
 
 
-def data_of(lengths):
-    """Rollouts of one sample each, half of its tokens in the loss."""
-    masks = [[1] * (length // 2) for length in lengths]
-    return {"tokens": [[0] * n for n in lengths], "loss_masks": masks, "rollout_ids": list(range(len(lengths)))}
-
-
 FIVE_LONG = [6000] * 5
 """On four ranks two micro-batches each, of which three would be empty; slime runs one of 12000 tokens."""

@@ -179,7 +179,7 @@ def test_an_error_of_the_script_keeps_its_traceback_and_its_cause(tmp_path):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("name", ["slime", "miles", "torchspec", "verl", "recsys"])
+@pytest.mark.parametrize("name", ["slime", "torchspec", "verl", "recsys"])
 def test_importing_an_adapter_loads_neither_torch_nor_its_host(name):
     hosts = f"{{'torch', 'ray', 'torchrec', 'commons', {name!r}}}"
     code = f"import sys, megatron_balance.adapters.{name} as one; print(one.is_installed(), {hosts} & set(sys.modules))"
