@@ -10,8 +10,8 @@ Invariants: every rank runs the same number of micro-batches in a step, a multip
 none of two samples or more is over the cap; every kept sample is placed once; `micro_batch_indices` of a rank,
 flattened, are `range(len(partition))`.
 
-slime's trainer cannot run an empty micro-batch. A step with fewer samples than its plan has micro-batches (five samples
-that fill one each, on four ranks) is slime's own: one process plans for all ranks, so all take it.
+slime's trainer cannot run an empty micro-batch. Where a step has fewer samples than its plan has micro-batches (five
+samples that fill one each, on four ranks) the rollout batch is planned by slime: one process plans for all ranks.
 
 `RolloutManager` is a Ray actor. Its class is pickled by value when the first one starts, with what its module has
 bound by then. Ray pickles a function with an importable name by that name, so what is bound is a `partial`.
@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,6 @@ from typing import Any
 from megatron_balance.adapters.kit import Function, Hook, Installation, check_not_started, launch, split_rollout
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
-from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
 from megatron_balance.topology import Limits, Topology
@@ -98,24 +96,20 @@ def install(
 
 def _hooks(options: SlimeOptions) -> list[Hook]:
     check_not_started(getattr(sys.modules.get("slime.ray.rollout"), "RolloutManager", None))
-    return [schedule_hook(options, "slime.utils.dp_schedule", user="slime.ray.rollout")]
-
-
-def schedule_hook(options: SlimeOptions, module: str, *, user: str) -> Hook:
-    """The hook of `build_dp_schedule` in its module and in its user's."""
-    return Hook(
-        target=f"{module}:build_dp_schedule",
-        parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
-        bound_in=(module, user),
-        wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options, Counter()),
-        reason="RolloutManager asks it which rank runs which samples in which micro-batch",
-    )
+    return [
+        Hook(
+            target="slime.utils.dp_schedule:build_dp_schedule",
+            parameters=("args", "train_parallel_config", "total_lengths", "global_batch_size", "rollout_indices"),
+            bound_in=("slime.utils.dp_schedule", "slime.ray.rollout"),
+            wrap=lambda stock: functools.partial(balanced_dp_schedule, stock, options),
+            reason="RolloutManager asks it which rank runs which samples in which micro-batch",
+        )
+    ]
 
 
 def balanced_dp_schedule(
     stock: Function,
     options: SlimeOptions,
-    counts: Counter[str],
     args: Any,
     train_parallel_config: dict[str, int],
     total_lengths: list[int],
@@ -127,63 +121,38 @@ def balanced_dp_schedule(
 
     That is `partitions[dp_rank]`, the positions of its samples; `micro_batch_indices[dp_rank]`, for every micro-batch,
     indices into that; micro-batches of a rank and rollouts, for every step. It is slime's own where neither flag is
-    given, or where there is no whole step.
+    given, where there is no whole step, or where a step has fewer samples than micro-batches.
     """
-    steps = split_rollout(rollout_indices, global_batch_size=global_batch_size)
-    num_rollouts = [len({rollout_indices[sample] for sample in samples}) for samples in steps]
-    # The last part step is dropped, or kept where miles's flag asks for it and it has a sample for every rank.
-    if steps and num_rollouts[-1] < global_batch_size:
-        keeps = getattr(args, "allow_partial_train_step", False) and args.use_dynamic_batch_size and len(steps) > 1
-        if not keeps or steps[-1].size < train_parallel_config["dp_size"]:
-            del steps[-1]
-    build = functools.partial(stock, args, train_parallel_config)
-    if not (args.balance_data or getattr(args, "balance_by_flops", False)) or not steps:
-        # slime's function raises its own error where there are too few rollouts.
-        return build(total_lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices)
+    sizes: Any = {"global_batch_size": global_batch_size, "rollout_indices": rollout_indices}
+    num_steps = len({*rollout_indices}) // global_batch_size
+    if not (args.balance_data or getattr(args, "balance_by_flops", False)) or not num_steps:
+        return stock(args, train_parallel_config, total_lengths, **sizes)
     lengths = as_integers(total_lengths, name="total_lengths")
-    cost_model, is_dynamic = options.cost_model(args), args.use_dynamic_batch_size
-    limits = Limits(args.max_tokens_per_gpu) if is_dynamic else Limits(micro_batch_size=args.micro_batch_size)
-    topology = _topology(args, train_parallel_config=train_parallel_config)
-    partitions: list[list[int]] = [[] for _ in range(topology.dp_size)]
-    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(topology.dp_size)]
-    num_microbatches: list[int] = []
-    for samples, num_groups in zip(steps, num_rollouts, strict=False):
-        schedule = build_data_schedule(
-            lengths[samples], cost_model=cost_model, topology=topology, limits=limits, objective=options.objective
+    steps = split_rollout(rollout_indices, global_batch_size=global_batch_size)[:num_steps]
+    is_dynamic = args.use_dynamic_batch_size
+    plan = functools.partial(
+        build_data_schedule,
+        cost_model=options.cost_model(args),
+        topology=_topology(args, train_parallel_config=train_parallel_config),
+        limits=Limits(args.max_tokens_per_gpu) if is_dynamic else Limits(micro_batch_size=args.micro_batch_size),
+        objective=options.objective,
+    )
+    schedules = [plan(lengths[samples]) for samples in steps]
+    if num_short := sum(not schedule.slot_counts().all() for schedule in schedules):
+        text = (
+            "%d of %d steps have fewer samples than micro-batches: all ranks take slime's plan of this rollout batch."
         )
-        counts["steps"] += 1
-        if schedule.slot_counts().all():
-            ranks = _in_slime_order(schedule)
-        else:
-            groups = [rollout_indices[sample] for sample in samples]
-            stock_step = functools.partial(build, global_batch_size=num_groups, rollout_indices=groups)
-            ranks = _stock_step(stock_step, schedule, counts)
-        num_microbatches.append(len(ranks[0]))
-        for partition, indices, slots in zip(partitions, micro_batch_indices, ranks, strict=True):
+        logger.warning(text, num_short, num_steps)
+        return stock(args, train_parallel_config, total_lengths, **sizes)
+    partitions: list[list[int]] = [[] for _ in schedules[0].ranks]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in partitions]
+    for samples, schedule in zip(steps, schedules, strict=True):
+        for partition, indices, slots in zip(partitions, micro_batch_indices, _in_slime_order(schedule), strict=True):
             for slot in slots:
                 indices.append(list(range(len(partition), len(partition) + len(slot))))
                 partition += samples[slot].tolist()
-    return partitions, micro_batch_indices, num_microbatches, num_rollouts[: len(steps)]
-
-
-def _stock_step(build: Function, schedule: DataSchedule, counts: Counter[str]) -> list[list[list[int]]]:
-    """For every rank, for every micro-batch, samples of a step by the trainer's own function, logged and counted."""
-    counts["stock"] += 1
-    size = f"{schedule.lengths.size} samples for {schedule.num_microbatches} micro-batches on each rank"
-    try:
-        partitions, indices, _, _ = build(schedule.lengths.tolist())
-    except AssertionError as error:
-        raise BalanceError(
-            f"a step has {size}, and it fails without balancing too ({error}): change "
-            "--global-batch-size or the samples of a rollout, or raise --max-tokens-per-gpu."
-        ) from error
-    # Once as a warning: with rollouts of any number of samples it may be every second step.
-    level = logging.WARNING if counts["stock"] == 1 else logging.INFO
-    text = "A step has %s: all ranks take its plan of a run without balancing, as in %d of %d steps so far."
-    logger.log(level, text, size, counts["stock"], counts["steps"])
-    return [
-        [[part[index] for index in slot] for slot in slots] for part, slots in zip(partitions, indices, strict=True)
-    ]
+    num_microbatches = [schedule.num_microbatches for schedule in schedules]
+    return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * num_steps
 
 
 def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topology:

