@@ -95,11 +95,6 @@ def _split_by_document(step: Step, split_whole_row: Function, batch: Any, cp_gro
     return utils._get_batch_on_this_cp_rank_per_document_balancing(batch, cp_group)
 
 
-def _communicate_shapes(step: Step, communicate: Function, communicator: Any, *messages: Any) -> Any:
-    planned = step.pipeline_shapes
-    return communicate(communicator, *messages) if planned is None else planned.exchange(*messages)
-
-
 def _apply_expert_bias(step: Step, apply: Function, router: Any, routing_map: Any, padding_mask: Any = None) -> Any:
     if padding_mask is not None:
         routing_map = routing_map * ~padding_mask.reshape(-1, 1)  # numbers where samples share tokens
@@ -235,14 +230,6 @@ HOOKS = (
         wrap=in_step(_backward_step),
         reason="measures backward passes while a run balances; every schedule looks the function up; else nothing",
         until="schedules report when micro-batches begin and end",
-    ),
-    Hook(
-        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes",
-        parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
-        wrap=in_step(_communicate_shapes),
-        reason="stages take the shapes of a balanced step from its plan in place of messages and waits for the device",
-        until="the schedules take a shape for each micro-batch",
-        needed="pipeline_model_parallel_size>1",
     ),
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",

@@ -33,7 +33,6 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.loss_weights import router_loss_scale, token_weights, with_weights
-from megatron_balance.mcore.pipeline_shapes import PipelineShapes
 from megatron_balance.mcore.prefix_sharing import PrefixSharing
 from megatron_balance.mcore.prepare import BalancedStep, Microbatch, MicrobatchSizes, pack
 from megatron_balance.mcore.setup.layout import Layout, RankCoords, make_groups
@@ -47,8 +46,8 @@ from megatron_balance.topology import Topology
 class RunningStep(Iterator[Microbatch]):
     """A step while Megatron's schedule runs it: the iterator, which hands out the micro-batch that runs forward.
 
-    `args` are those of Megatron's own loop, `timed` measures a pass, `pipeline_shapes` is None where Megatron's stages
-    exchange them. `token_weights` are those of the micro-batch that runs forward, None without weights.
+    `args` are those of Megatron's own loop, `timed` measures a pass. `token_weights` are those of the micro-batch that
+    runs forward, None without weights.
     """
 
     def __init__(
@@ -60,10 +59,9 @@ class RunningStep(Iterator[Microbatch]):
         cp_groups: CpGroups | None,
         args: Namespace | None,
         model: Any,
-        pipeline_shapes: PipelineShapes | None,
         timed: Callable[[int | None], AbstractContextManager[Any]],
     ) -> None:
-        self.pipeline_shapes, self.timed = pipeline_shapes, timed
+        self.timed = timed
         self.token_weights: Callable[[], Tensor] | None = None
         self._step, self._sizes, self._topology, self._args = step, step.sizes, settings.topology, args
         self.cp_groups, self._tp_rank, self._model = cp_groups, coords.tp, model
@@ -160,9 +158,16 @@ class RunningStep(Iterator[Microbatch]):
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
-        """The modules of the model in this step: on shared prefixes, with router losses scaled, where it has these."""
+        """The modules of the model in this step: on shared prefixes, with router losses scaled, where it has these.
+
+        Pipeline stages ask one another for the shape of every message, which `validate_args` forces off.
+        """
+        from megatron.core.utils import get_model_config
+
         totals = self._step.totals
         with contextlib.ExitStack() as stack:
+            for chunk in self._model if isinstance(self._model, list) else [self._model]:
+                stack.enter_context(patched_attrs(get_model_config(chunk), variable_seq_lengths=True))
             if self._sizes.loss_weights is not None:
                 stack.enter_context(router_loss_scale(totals.learned, num_tokens=totals.tokens, model=self._model))
             if self._sharing is not None:

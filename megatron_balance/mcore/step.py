@@ -31,7 +31,6 @@ from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.autotune import Autotuner
 from megatron_balance.mcore.lookahead import IteratorCache, PullAhead, StepThread, pull
 from megatron_balance.mcore.microbatch import CpGroups, RunningStep, connect
-from megatron_balance.mcore.pipeline_shapes import planned_shapes, variable_seq_lengths
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
@@ -161,14 +160,13 @@ class BalancedForwardBackward:
         items = prefetcher.peek(source, num_microbatches=number) if verifies else None
         self.last_step = step = prefetcher.balance(source, num_microbatches=number)
         if verifies:
-            with variable_seq_lengths(arguments["model"]):  # rows of a loader may differ in length too
-                verify_step(
-                    schedule,
-                    lambda **changed: self._run(schedule, step, changed),
-                    arguments,
-                    items=items,
-                    topology=self._settings.topology,
-                )
+            verify_step(
+                schedule,
+                lambda **changed: self._run(schedule, step, changed),
+                arguments,
+                items=items,
+                topology=self._settings.topology,
+            )
         self.totals = step.totals
         self.log_scale = number * self._settings.topology.dp_size / max(step.totals.microbatches, 1)
         telemetry.begin(step, iteration=iteration)
@@ -215,12 +213,11 @@ class BalancedForwardBackward:
             cp_groups=self.cp_groups,
             args=self._args,
             model=model,
-            pipeline_shapes=planned_shapes(step.sizes, topology=self._settings.topology, arguments=arguments),
             timed=timed,
         )
         # Every chunk of a virtual pipeline reads the micro-batch that it runs.
         arguments["data_iterator"] = [running] * len(iterators) if isinstance(iterators, list) else running
-        with patched_attrs(self, running=running), variable_seq_lengths(model), running.modules():
+        with patched_attrs(self, running=running), running.modules():
             try:
                 return schedule(**arguments)
             except torch.OutOfMemoryError as error:

@@ -132,7 +132,8 @@ def _apart(chunks: Sequence[Any]) -> Iterator[None]:
         stack.enter_context(patched_attrs(TopKRouter, **without))
         stack.enter_context(patched_attrs(MTPLossLoggingHelper, tracker={}))
         for chunk in chunks:
-            stack.enter_context(patched_attrs(get_model_config(chunk), mtp_loss_scaling_factor=0.0))
+            config = get_model_config(chunk)  # rows of a loader may differ in length too
+            stack.enter_context(patched_attrs(config, mtp_loss_scaling_factor=0.0, variable_seq_lengths=True))
             stack.enter_context(patched_attrs(chunk, force_all_reduce=True))
         try:
             yield

@@ -335,14 +335,6 @@ def slow_packs(watch):
     torch.empty = empty
 
 
-def short_activations(watch):
-    """A model that passes on one token fewer than it was given."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    stock = GPTModel.forward
-    GPTModel.forward = lambda *positional, **keywords: stock(*positional, **keywords)[:-1]
-
-
 def without_the_package(watch, *, flags):
     """No hooks of the package, nor its flags."""
     from megatron_balance.mcore import hooks

@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -34,15 +33,13 @@ class Watch:
         self._out = out
         self.chunks = {}  # what each model chunk has read since the last line
         self.reads = Counter()  # calls of each split's loader
-        self.shapes_sent = 0  # of activations and gradients, which Megatron's stages send before each
         self.before_step = []  # called with its number, from 1
         self.num_steps = 0
         self.numbers = {}  # written since the last line of `logged`
-        self._in_message = False
 
     def write(self, kind, **columns):
         """A line of a kind."""
-        row = {"kind": kind, **columns, "reads": dict(self.reads), "shapes_sent": self.shapes_sent}
+        row = {"kind": kind, **columns, "reads": dict(self.reads)}
         print(json.dumps(row), file=self._out, flush=True)
 
     def microbatches(self):
@@ -54,10 +51,7 @@ class Watch:
     def install(self):
         """Wrap Megatron's functions and the script's."""
         import pretrain_sft
-        import torch.distributed as dist
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.training import training
-        from torch.distributed import distributed_c10d
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         _wrap(training, "train_step", self._step)
@@ -67,9 +61,6 @@ class Watch:
         _wrap(_BaseDataLoaderIter, "__next__", self._read)
         if hasattr(training, "consume_seqlen_stats_in_iteration"):  # from 0.18
             _wrap(training, "consume_seqlen_stats_in_iteration", self._counted)
-        _wrap(P2PCommunicator, "_communicate", self._between_stages)
-        _wrap(distributed_c10d, "isend", self._sent)
-        dist.isend = distributed_c10d.isend
 
     def _step(self, train_step, *positional, **keywords):
         self.num_steps += 1
@@ -117,18 +108,6 @@ class Watch:
         counted = consume()
         self.write("counted", tokens=counted[0], squares=counted[1])
         return counted
-
-    def _between_stages(self, communicate, *positional, **keywords):
-        self._in_message = True
-        try:
-            return communicate(*positional, **keywords)
-        finally:
-            self._in_message = False
-
-    def _sent(self, send, tensor, *positional, **keywords):
-        here = self._in_message and threading.current_thread() is threading.main_thread()
-        self.shapes_sent += here and not tensor.is_floating_point()
-        return send(tensor, *positional, **keywords)
 
 
 def main():

@@ -28,7 +28,6 @@ def test_install_and_undo_restore_the_very_functions():
     ("options", "expected"),
     [
         ({}, set()),
-        ({"pipeline_model_parallel_size": 2}, {"_communicate_shapes"}),
         ({"context_parallel_size": 2}, {"_get_batch_on_this_cp_rank_per_sequence_balancing"}),
         ({"num_experts": 4}, {"_apply_expert_bias", "get_tokens_per_expert_and_token_count", "report"}),
         ({"mtp_num_layers": 1}, {"track_mtp_metrics", "process_mtp_loss"}),

@@ -129,13 +129,6 @@ FAULTS = {
         balance=DYNAMIC_CP,
         slow=False,
     ),
-    "a-stage-sends-less-than-planned": Fault(
-        (("stand_ins:short_activations", {"ranks": [0]}),),
-        r"Pipeline stage 0 would send an activation of shape \[\d+, 1, 32\] where the plan says \[\d+, 1, 32\]",
-        others=LOST,
-        layout=PP2,
-        slow=False,
-    ),
     "mamba-is-not-told-sequences-apart": Fault(
         (("families:sequences_not_told_apart", {}),),
         "PackedSeqParams.seq_idx is none",
