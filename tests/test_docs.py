@@ -244,7 +244,7 @@ def test_lines_of_the_log_are_todays():
     """Numbers apart."""
     figures = dict.fromkeys((f"{name}_seconds" for name in ("plan", "exchange", "exposed", "busiest_rank")), 0.0)
     figures |= dict.fromkeys(("planned_imbalance", "measured_imbalance", "over_bound", "unavoidable_waiting"), 1.0)
-    figures |= {"num_microbatches": 1.0, "padding_fraction": 0.0, "oversized_samples": 0.0, "moved_fraction": 0.5}
+    figures |= {"num_microbatches": 1.0, "padding_fraction": 0.0, "oversized_samples": 0.0}
     shown = re.findall(
         r"^    megatron_balance: iteration \d+ \| step \| (.*)$", FIRST_RUN.read_text(), flags=re.MULTILINE
     )

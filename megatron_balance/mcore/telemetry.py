@@ -295,9 +295,6 @@ def figures_of(step: BalancedStep) -> Figures:
     if topology.dynamic_cp:
         sizes = schedule.cp_size_grid.ravel()[schedule.microbatch_of]
         figures["mean_cp_size"] = int((sizes * schedule.lengths).sum()) / total
-    elif schedule.home_ranks is not None:
-        moved = schedule.lengths[schedule.destinations() != schedule.home_ranks]
-        figures["moved_fraction"] = int(moved.sum()) / total
     return figures
 
 
@@ -328,8 +325,6 @@ def log_line(figures: Figures) -> str:
     parts.append(f"padding {figures['padding_fraction']:.1%}")
     if figures["oversized_samples"]:
         parts.append(f"samples over the cap {figures['oversized_samples']:.4g}")
-    if "moved_fraction" in figures:
-        parts.append(f"moved {figures['moved_fraction']:.0%} of tokens")
     parts += [f"{name} {figures[f'{name}_seconds'] * 1e3:.1f} ms" for name in ("plan", "exchange", "exposed")]
     return " | ".join(parts)
 

@@ -5,8 +5,7 @@
     3. lengths and cost model become integers (`batch.py`)
     4. samples are planned: `level_packing.py`; with pipeline stages `pipeline_packing.py`, with dynamic context
        parallelism `dynamic_packing.py`, on fixed ranks `home_ranks.py`
-    5. interchangeable ranks and slots are exchanged so that fewer tokens move (`home_ranks.py`)
-    6. the plan is frozen with its costs and its lower bound (`schedule.py`)
+    5. the plan is frozen with its costs and its lower bound (`schedule.py`)
 
 An empty global batch is legal: every rank gets `microbatch_multiple` masked dummies.
 """
@@ -25,7 +24,7 @@ from megatron_balance.model.shape import ModelShape
 from megatron_balance.planner.batch import ForestBatch, SizedBatch, batch_of
 from megatron_balance.planner.dynamic_packing import plan_sizes
 from megatron_balance.planner.forest import Forest
-from megatron_balance.planner.home_ranks import keep_local, plan_on_ranks
+from megatron_balance.planner.home_ranks import plan_on_ranks
 from megatron_balance.planner.level_packing import Batch, Plan, plan_slots
 from megatron_balance.planner.partition import partition_items, plan_karmarkar_karp, plan_padded
 from megatron_balance.planner.piece_packing import plan_pieces
@@ -147,12 +146,10 @@ def build_data_schedule(
         image_patches: `[num_samples]` for each sample the patches of each of its images, which a vision encoder runs
             on the sample's rank before the language model runs its tokens, or their sums; None for no images.
         groups: `[num_samples]` id of the group of each sample, any number or string: a group stays on one rank.
-        home_ranks: `[num_samples]` data-parallel rank that loaded each sample: interchangeable ranks and slots are
-            exchanged so that fewer tokens leave it, at equal costs. Sizes of their own do not use
-            them.
+        home_ranks: `[num_samples]` data-parallel rank that loaded each sample, which `move_samples=False` needs.
         forest: what samples share: a micro-batch computes the shared tokens of its samples once, for hosts that can.
         together: `[num_samples]` id of what a sample belongs to, any number or string: samples of one id run in one
-            micro-batch, as the pairs of a preference or reward model must. Their first sample's home is theirs.
+            micro-batch, as the pairs of a preference or reward model must.
         move_samples: False keeps every sample on its home rank.
 
     Returns:
@@ -245,10 +242,6 @@ def build_data_schedule(
             raise BalanceError(
                 f"CostModel.per_microbatch is {cost_model.per_microbatch} and gather {cost_model.gather}: with "
                 f"{cp_sizes.size} micro-batches costs exceed 2**62. Divide all coefficients by the same number."
-            )
-        if homes is not None and move_samples:
-            microbatch_of = keep_local(
-                alone, microbatch_of, num_microbatches=number, problem=planned, whole_ranks=group_of is not None
             )
     if set_of is not None:
         microbatch_of, batch = microbatch_of[set_of], None

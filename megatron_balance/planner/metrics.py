@@ -1,4 +1,4 @@
-"""Figures of a plan: imbalance, padding, room under the cap, samples moved, context-parallel sizes.
+"""Figures of a plan: imbalance, padding, room under the cap, context-parallel sizes.
 
 A plan may be judged by another cost model than it was made with (a plan by tokens judged by FLOPs). What is no schedule
 at all, such as the stock order, is an `Assignment` as well.
@@ -46,7 +46,6 @@ class ScheduleMetrics:
         num_over_cap: micro-batches of two samples or more over the cap (tokens or samples); 0 in a schedule.
         num_microbatches: slots of a rank; with dynamic sizes the most of a rank.
         computed_tokens: padded tokens of all micro-batches: in a forest those that samples share count once in each.
-        moved_tokens: original tokens of samples off their home rank; None where homes are not known.
         mean_cp_size: ranks that share a token by context parallelism, mean over original tokens.
     """
 
@@ -64,7 +63,6 @@ class ScheduleMetrics:
     num_over_cap: int
     num_microbatches: int
     computed_tokens: int
-    moved_tokens: int | None
     mean_cp_size: float
 
 
@@ -95,7 +93,6 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     if topology.dynamic_cp:
         held, cap = held // np.maximum(cp_sizes.reshape(-1), 1), limits.max_tokens_per_gpu
     peak, sizes = int(held.max()), cp_sizes.reshape(-1)[microbatch_of]
-    knows_homes = assignment.home_ranks is not None and not topology.dynamic_cp
     return ScheduleMetrics(
         objective=assignment.objective,
         predicted_cost=predicted,
@@ -115,7 +112,6 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
         num_over_cap=int(assignment.is_over_cap().sum()),
         num_microbatches=cp_sizes.shape[1],
         computed_tokens=int(assignment.computed_lengths.sum()),
-        moved_tokens=assignment.moved_tokens(microbatch_of // cp_sizes.shape[1]) if knows_homes else None,
         mean_cp_size=(
             int((original * sizes).sum()) / max(int(original.sum()), 1)
             if topology.dynamic_cp

@@ -171,15 +171,15 @@ class Problem:
         )
 
     def of_sets(self, set_of: Ints) -> Problem:
-        """The problem whose samples are sets of these, a segment each; a set's home is that of its first sample."""
-        sizes, first = np.bincount(set_of), np.unique(set_of, return_index=True)[1]
+        """The problem whose samples are sets of these, a segment each, without homes."""
+        sizes = np.bincount(set_of)
         segments = self.lengths[np.argsort(set_of, kind="stable")]
         return replace(
             self,
             lengths=sum_segments(segments, num_segments=sizes),
             num_segments=sizes,
             segment_lengths=segments,
-            home_ranks=None if self.home_ranks is None else self.home_ranks[first],
+            home_ranks=None,
         )
 
     @property
@@ -195,10 +195,6 @@ class Problem:
             at_size = sum_segments(segment_tokens, num_segments=self.num_segments)
             padded[sizes == size] = at_size[sizes == size]
         return padded
-
-    def moved_tokens(self, ranks: Ints) -> int:
-        """Original tokens off their home rank; `[num_samples]` ranks run them."""
-        return int(self.lengths[ranks != self.home_ranks].sum())
 
 
 def check_count(name: str, size: int, *, count: int) -> None:

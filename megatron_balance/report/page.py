@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.record.fit import NOTABLE_ERROR
-from megatron_balance.report.figures import PolicyFigures, RunFigures, amount
+from megatron_balance.report.figures import RunFigures, amount
 from megatron_balance.report.timelines import timeline_data
 
 TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measured"}
@@ -63,7 +63,6 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         columns=[TITLES[name] for name in figures.policies],
         peak=peak,
         amount=amount,
-        moved_part=_moved_part,
         batch=" to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)})),
         unavoidable=max(step.unavoidable_waiting for step in planned.metrics),
         notable_error=NOTABLE_ERROR,
@@ -100,13 +99,6 @@ def _line(name: str, colour: str, x: Any, y: Any, *, kind: str = "line") -> dict
         return [None if np.isnan(value) else float(f"{value:.6g}") for value in values]
 
     return {"name": name, "colour": colour, "kind": kind, "x": numbers(x), "y": numbers(y)}
-
-
-def _moved_part(policy: PolicyFigures) -> str:
-    """Part of the tokens that moved; unknown where several ranks share a sample, as one loads it and all run it."""
-    moved = [step.moved_tokens for step in policy.metrics if step.moved_tokens is not None]
-    tokens = sum(int(step.lengths.sum()) for step in policy.steps)
-    return f"{sum(moved) / max(tokens, 1):.0%}" if len(moved) == len(policy.metrics) else NONE
 
 
 def _asset(name: str) -> str:

@@ -122,14 +122,9 @@ def least_time(batch):
     return batch.least_time_of_sizes() if batch.topology.dynamic_cp else batch.least_time()
 
 
-def loaded(generator, count, ranks):
-    """Every rank loaded its share, in random order."""
-    return {"home_ranks": generator.permutation(np.arange(count) % ranks)}
-
-
 def pinned(generator, count, ranks):
-    """No sample moves."""
-    return {**loaded(generator, count, ranks), "move_samples": False}
+    """Every rank loaded its share, in random order, and no sample moves."""
+    return {"home_ranks": generator.permutation(np.arange(count) % ranks), "move_samples": False}
 
 
 def siblings(generator, count, ranks):
@@ -193,7 +188,7 @@ def _cells():
             name = f"images {'microbatch' if extra else 'step'} DP{ranks}"
             topology = Topology(ranks, **extra)
             yield Cell(name, "images", topology, "lognormal", 128 + 8 * ranks, cost_model=IMAGES, options=pictures)
-    for name, options in (("home ranks", loaded), ("pinned", pinned), ("siblings", siblings)):
+    for name, options in (("pinned", pinned), ("siblings", siblings)):
         for objective in ("step", "microbatch"):
             topology = Topology(8, fully_sharded=objective == "microbatch")
             yield Cell(f"{name} {objective} DP8", name, topology, "reasoning_gym", 256, options=options)

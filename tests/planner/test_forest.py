@@ -150,17 +150,6 @@ def test_sharing_never_loses(topology):
     assert plan(nothing, topology, cap=8_192, cost_model=cost_model).predicted_cost <= alone.predicted_cost
 
 
-def test_pieces_stay_where_their_samples_were_loaded():
-    """Ranks are interchangeable: a plan whose samples lie one rank further moves none of them."""
-    prompts, lengths, group_of = rollouts("azure_conv", groups=16, size=8, seed=5)
-    forest = Forest.from_prompts(lengths, prompt_tokens=prompts, groups=group_of)
-    free = plan(forest, Topology(4), cap=8_192)
-    homes = (free.microbatch_of // free.num_microbatches + 1) % 4
-    placed = plan(forest, Topology(4), cap=8_192, home_ranks=homes)
-    assert placed.predicted_cost == free.predicted_cost
-    assert placed.metrics().moved_tokens == 0
-
-
 def test_pipelines_take_as_many_micro_batches_as_are_best():
     """Sharing leaves few micro-batches, and a pipeline wants many: the number follows from the makespan."""
     prompts, lengths, group_of = rollouts("azure_conv", groups=16, size=8, seed=6)

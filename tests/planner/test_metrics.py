@@ -17,7 +17,7 @@ def judge(ranks, lengths, **options):
 
 def test_figures_by_hand():
     # Slots cost 10+6 and 4 on rank 0, 8 and 2 on rank 1.
-    metrics = judge([[[0, 1], [2]], [[3], [4]]], [10, 6, 4, 8, 2], home_ranks=[0, 1, 0, 1, 0])
+    metrics = judge([[[0, 1], [2]], [[3], [4]]], [10, 6, 4, 8, 2])
     assert metrics.objective == "step"
     assert metrics.predicted_cost == 20
     assert metrics.lower_bound == 15
@@ -28,7 +28,6 @@ def test_figures_by_hand():
     assert metrics.cap_headroom == pytest.approx(0.2)
     assert metrics.num_over_cap == 0
     assert metrics.num_microbatches == 2
-    assert metrics.moved_tokens == 8
     assert metrics.padding_fraction == 0
     assert metrics.unavoidable_waiting == 0
 
@@ -62,7 +61,6 @@ def test_figures_of_sizes_of_their_own_by_hand():
         cost_model=SIZED,
         topology=Topology(2, cp_size=2, dynamic_cp=True),
         limits=Limits(512),
-        home_ranks=[0, 1, 0, 1, 0],
     )
     metrics = schedule.metrics()
     # Four ranks share the long sample, and what each receives takes longer than its attention; then a short one each.
@@ -73,7 +71,6 @@ def test_figures_of_sizes_of_their_own_by_hand():
     assert (metrics.peak_tokens, metrics.cap_headroom) == (500, 1 - 500 / 512)
     assert (metrics.num_microbatches, metrics.num_over_cap) == (2, 0)
     assert metrics.padding_fraction == 0
-    assert metrics.moved_tokens is None
     free = schedule.metrics(cost_model=CostModel(linear=1000, quadratic=1))
     assert free.predicted_cost == (2000 * 1000 + 2000**2) // 4 + alone
 

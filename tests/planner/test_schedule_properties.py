@@ -139,7 +139,7 @@ def check_plan(lengths, options):
     assert metrics.num_over_cap == 0
     assert metrics.predicted_cost == schedule.predicted_cost
     if not schedule.move_samples:
-        assert metrics.moved_tokens == 0
+        assert schedule.destinations().tolist() == options["home_ranks"]
     if schedule.groups is not None:
         ranks_of = {}
         for group, rank in zip(options["groups"], schedule.destinations().tolist(), strict=True):
