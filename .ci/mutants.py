@@ -1,4 +1,4 @@
-"""Proves that the tests hold: puts one deliberate error at a time into a copy of the package and expects them to fail.
+"""Puts one deliberate error at a time into a copy of the package, and expects that its tests fail.
 
     .venv/bin/python .ci/mutants.py              every error of tests/mutants.toml, two at a time
     .venv/bin/python .ci/mutants.py --only TEXT …  those whose name or file contains one of these
@@ -72,8 +72,7 @@ def main() -> int:
 
 def copy_of_tree(folder: Path) -> Path:
     made_on_the_spot = (".venv*", ".git", ".*_cache", ".hypothesis", "build", "dist", "__pycache__", "*.egg-info")
-    left_out = shutil.ignore_patterns("benchmarks", *made_on_the_spot)
-    return Path(shutil.copytree(ROOT, folder, ignore=left_out))
+    return Path(shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made_on_the_spot)))
 
 
 def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> tuple[str | None, float]:
