@@ -112,7 +112,6 @@ def options_page() -> str:
 
 _NAMED = {
     "not balanced": "no flag that balances",
-    "bucket splits unevenly": "`--balance-shape-bucket` no multiple of twice `--tensor-model-parallel-size`",
     "documents": "`--dataloader-inter-document-masking`",
     "stock evaluation": "stock evaluation",
     "context parallel": "context parallelism",

@@ -39,6 +39,7 @@ from megatron_balance.record.fit import fit_record
 from megatron_balance.record.step import rank_slowdowns
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.log import log_info, warn_once
+from megatron_balance.topology import Limits
 
 STATE = "megatron_balance_state"
 """The name among Megatron's arguments, which are in every checkpoint, of a text: what rank 0 has found."""
@@ -141,7 +142,9 @@ class Autotuner:
                 log_info(line)
         if (speeds := tuple(self._state.get("speeds", ()))) != settings.speeds:
             settings = replace(settings, speeds=speeds)
-        self._settings = settings.with_cap(self._state["cap"]) if "cap" in self._state else settings
+        if "cap" in self._state:
+            settings = replace(settings, limits=Limits(self._state["cap"]))
+        self._settings = settings
 
     def _first_state(self, iteration: int) -> State:
         """What the checkpoint holds, or nothing yet; where other settings are wanted they are found anew."""
@@ -207,7 +210,8 @@ class Autotuner:
         caps = range(self._first_cap, max(largest, self._first_cap) + 1, CAP_STEP)
 
         def fewer(cap: int) -> int:
-            return -sum(_planned(step, self._settings.with_cap(cap)).num_microbatches for step in steps)
+            settings = replace(self._settings, limits=Limits(cap))
+            return -sum(_planned(step, settings).num_microbatches for step in steps)
 
         cap = caps[bisect.bisect_left(caps, fewer(caps[-1]), key=fewer)]
         before, after = (-fewer(cap) / len(steps) for cap in (self._first_cap, cap))

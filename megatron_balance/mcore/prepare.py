@@ -30,7 +30,7 @@ from megatron_balance.mcore.lookahead import Fetched
 from megatron_balance.mcore.loss_weights import joined, loss_weights
 from megatron_balance.mcore.plan_process import PlanProcess
 from megatron_balance.mcore.setup.layout import RankCoords
-from megatron_balance.mcore.setup.settings import Settings, filled_tokens
+from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.planner import DataSchedule, Forest, Images
 from megatron_balance.planner.speeds import with_speeds
 from megatron_balance.runtime.exchange import reroute_samples
@@ -60,6 +60,9 @@ NOT_PACKED = (
     "such as --sft makes; add --balance-unpad where rows are padded at their end; or drop --use-dynamic-batch-size "
     "and --balance-data."
 )
+
+DUMMY_TOKENS = 128
+"""Tokens of a dummy on each GPU, at least: a few would be a shape of their own to compiled kernels."""
 
 _NO_REPORT = (0,) * (NUM_REPORTED - 2)
 
@@ -197,7 +200,6 @@ class StepBuilder:
         replica, sample_ids, num_tokens = sizes_of_replica(
             schedule,
             dp_rank=group.rank(),
-            shape_bucket=settings.shape_bucket,
             topology=topology,
             loss_weights=loss_weights(
                 gathered, weighting=self._weighting, num_microbatches=num_items * topology.dp_size
@@ -300,7 +302,6 @@ def sizes_of_replica(
     schedule: DataSchedule,
     *,
     dp_rank: int,
-    shape_bucket: int,
     topology: Topology,
     loss_weights: NDArray[np.float64] | None = None,
 ) -> tuple[tuple[MicrobatchSizes, ...], list[list[Ints]], int]:
@@ -308,8 +309,9 @@ def sizes_of_replica(
     cp_sizes, forest = schedule.cp_size_grid, schedule.forest
     tokens = schedule.slot_tokens().reshape(cp_sizes.shape)
     for size in np.unique(cp_sizes[cp_sizes > 0]).tolist():
-        mask, sized = cp_sizes == size, topology.with_cp_size(size)
-        tokens[mask] = filled_tokens(tokens[mask], topology=sized, limits=schedule.limits, shape_bucket=shape_bucket)
+        mask, multiple = cp_sizes == size, topology.with_cp_size(size).pack_multiple
+        num_tokens = np.where(tokens[mask] == 0, DUMMY_TOKENS * size, tokens[mask])
+        tokens[mask] = -(-num_tokens // multiple) * multiple
     tokens[cp_sizes == 0] = 0
     ids, owners = schedule.sample_ids(), schedule.owner_slots()
     if forest is not None:  # in the order in which each adds to the one before it

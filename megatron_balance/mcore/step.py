@@ -188,7 +188,7 @@ class BalancedForwardBackward:
 
     def _use(self, settings: Settings) -> None:
         """Plan later steps by these settings."""
-        if settings is self._settings:
+        if settings == self._settings:
             return
         self._settings = self._training.builder.settings = settings
         if self._evaluation is not None:

@@ -242,6 +242,13 @@ def precision_settings(watch, *, settings):
     training.setup_model_and_optimizer = then_say
 
 
+def filler(watch):
+    """Fill micro-batches up to a multiple of 64 tokens on each rank, as FP8 layers would have them."""
+    from megatron_balance.mcore.setup import settings
+
+    settings.token_alignment = lambda options: 64
+
+
 def amax_reduction(watch):
     """Reduce a number over Megatron's group of amaxes in every forward and backward, as `delayed` FP8 layers do."""
     from megatron.core.transformer.transformer_block import TransformerBlock

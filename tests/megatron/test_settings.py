@@ -8,14 +8,13 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from test_options import BALANCED, EXPERTS, PACKED, SHAPE, parsed
 
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.mcore.setup.settings import bucketed_limits, filled_tokens, run_costs, settings_of
+from megatron_balance.mcore.setup.settings import run_costs, settings_of
 from megatron_balance.model.layout import PipelineLayout
 
 WITHIN, BETWEEN = 0.0087, 0.078
@@ -250,18 +249,9 @@ def test_logits_that_take_half_of_a_device_are_named(flags, caution, monkeypatch
     assert all(re.search(caution, line) and line.startswith("WARNING: ") for line in lines)
 
 
-def test_buckets_are_filled_below_the_cap_and_over_long_samples_and_dummies_are_aligned():
-    topology = Topology(2, cp_size=2)
-    limits = bucketed_limits(1000, topology=topology, shape_bucket=300)
-    assert limits == Limits(900)
-    filled = filled_tokens(np.array([4, 600, 1800, 1804]), topology=topology, limits=limits, shape_bucket=300)
-    assert filled.tolist() == [600, 600, 1800, 1804]
-    with pytest.raises(BalanceError, match="--balance-shape-bucket is 3000"):
-        bucketed_limits(1000, topology=topology, shape_bucket=3000)
+def test_the_cap_is_of_whole_shares_of_what_layers_take():
+    """Shares of 32 tokens on two sequence-parallel ranks."""
     topology = Topology(2, cp_size=2, tp_size=2, sequence_parallel=True, token_alignment=32)
-    limits = bucketed_limits(1000, topology=topology, shape_bucket=300)
-    assert limits == Limits(960)  # a bucket of 320: 300 tokens, raised to shares of 32 on two sequence-parallel ranks
-    filled = filled_tokens(np.array([0, 8, 1288, 1920, 1928]), topology=topology, limits=limits, shape_bucket=300)
-    assert filled.tolist() == [256, 640, 1920, 1920, 2048]
-    with pytest.raises(BalanceError, match=r"multiples of 64 tokens .*alignment is 32 .*--max-tokens-per-gpu 60 holds"):
-        bucketed_limits(60, topology=topology, shape_bucket=1)
+    for cap, rounded in ((1000, 960), (60, 64)):
+        run = replace(settings(PACKED), topology=topology, limits=Limits(cap))
+        assert run.planning["limits"] == Limits(rounded)

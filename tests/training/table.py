@@ -124,7 +124,6 @@ def fp8(recipe):
     return (("stand_ins:precision_settings", {"settings": settings}),)
 
 
-FILLER = f"{BY_FLOPS} --balance-shape-bucket 64"
 WORDS = {name: word for name, word in globals().items() if isinstance(word, str)} | {"data": "{data}", "run": "{run}"}
 
 
@@ -148,9 +147,9 @@ BY_TOKEN = ROUTER_LOSSES.replace("--moe-aux-loss-coeff 1 ", "--moe-aux-loss-coef
 """Those that do not depend on the samples that share a micro-batch."""
 
 
-def sharing(name, layout, flags="", *, model="dense", balance=SHARED, **others):
+def sharing(name, layout, flags="", *, model="dense", balance=SHARED, ours=(), **others):
     """A row whose samples begin alike."""
-    return Row(name, layout, balance, model, f"{flags} {ROLLOUTS}", ours=(SMALL_BLOCKS,), **others)
+    return Row(name, layout, balance, model, f"{flags} {ROLLOUTS}", ours=(SMALL_BLOCKS, *ours), **others)
 
 
 SHARED_ROWS = [
@@ -167,5 +166,5 @@ SHARED_ROWS = [
     sharing("moe", "TP2-EP2", model="moe", slow=True),
     sharing("DeepSeek-V3", "EP2", RECOMPUTED, model="DeepSeek-V3", slow=True),
     sharing("GLM-4.5", "DP2", model="GLM-4.5", stand_ins=(("families:kernels", {}),), slow=True),
-    sharing("filled-up", "TP2-SP", balance=f"{SHARED} --balance-shape-bucket 64", slow=True),
+    sharing("filled-up", "TP2-SP", ours=(("stand_ins:filler", {}),), multiple=128, slow=True),
 ]

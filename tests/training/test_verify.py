@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from table import CAP, DYNAMIC_CP, FILLER, ROWS, SHARDED, Row
+from table import BY_FLOPS, CAP, DYNAMIC_CP, ROWS, SHARDED, Row
 from test_matrix import run_of
 
 NUM_ERRORS = 10
@@ -23,16 +23,16 @@ def errors_in_turn(layout, balance, flags="", *, precision="fp32", slow=False):
 @pytest.mark.parametrize(
     "row",
     [
-        errors_in_turn("DP2", FILLER),
-        errors_in_turn("DP2", FILLER, SHARDED, precision="bf16"),
-        errors_in_turn("CP2", f"{DYNAMIC_CP} --balance-shape-bucket 32", SHARDED, precision="bf16"),
-        errors_in_turn("CP2", f"{DYNAMIC_CP} --balance-shape-bucket 32", slow=True),
-        errors_in_turn("PP2", FILLER, slow=True),
-        errors_in_turn("PP2", FILLER, "--bf16", precision="bf16", slow=True),
+        errors_in_turn("DP2", BY_FLOPS),
+        errors_in_turn("DP2", BY_FLOPS, SHARDED, precision="bf16"),
+        errors_in_turn("CP2", DYNAMIC_CP, SHARDED, precision="bf16"),
+        errors_in_turn("CP2", DYNAMIC_CP, slow=True),
+        errors_in_turn("PP2", BY_FLOPS, slow=True),
+        errors_in_turn("PP2", BY_FLOPS, "--bf16", precision="bf16", slow=True),
     ],
 )
 def test_every_error_is_found(train, row):
-    turns = (("wrong_steps:in_turn", {}),)
+    turns = (("stand_ins:filler", {}), ("wrong_steps:in_turn", {}))
     steps = f"--train-iters {NUM_ERRORS + 2} --exit-interval 1"
     run = train(f"{row.stock} {row.balance} {VERIFIED} {steps}", num_ranks=row.num_ranks, stand_ins=turns)
     for rank in run.of_kind("verified"):

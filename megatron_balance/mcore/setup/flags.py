@@ -60,13 +60,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "those of a stock micro-batch, raised in the first ten steps by what devices report, to nine tenths at most.",
     )
     add(
-        "--balance-shape-bucket",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Pad every micro-batch with masked tokens up to a multiple of N on each GPU, so that fewer shapes occur.",
-    )
-    add(
         "--balance-data",
         action=on_or_off,
         help="Move samples between data-parallel ranks within a step, so that every rank carries the same cost.",

@@ -229,12 +229,6 @@ has_delta_net = _layers("G", "gated_delta_net")
 
 _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     "not_balanced": ((), nothing_balances),
-    "bucket_splits_unevenly": (
-        ("balance_shape_bucket",),
-        lambda options: (
-            _largest(options, "balance_shape_bucket") > 1 and options["balance_shape_bucket"] % (2 * _tp(options)) != 0
-        ),
-    ),
     "experts_span_replicas": (
         ("expert_model_parallel_size",),
         lambda options: _spans(options, ep_size=options.get("expert_model_parallel_size") or 1),

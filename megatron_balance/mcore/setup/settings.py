@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import CostModel
@@ -63,7 +62,6 @@ class Settings:
     costs: RunCosts
     eval_limits: Limits | None = None
     balance_data: bool = True
-    shape_bucket: int = 1
     objective: str = "auto"
     algorithm: str = "auto"
     unpad: int | str | None = None
@@ -93,10 +91,10 @@ class Settings:
     def planning(self) -> dict[str, Any]:
         """The arguments of `build_data_schedule` that hold for every step."""
         topology, limits = self.topology, self.limits
-        if self.share_prefixes and limits.max_tokens_per_gpu is not None:
-            # A micro-batch is one sequence: it is filled up as a whole, and no sample by itself.
-            multiple = topology.token_multiple
-            limits = Limits(max(limits.max_tokens_per_gpu // multiple, 1) * multiple)
+        if limits.max_tokens_per_gpu is not None:
+            share = topology.pack_multiple // topology.cp_size  # of a GPU, to which micro-batches are filled up
+            limits = Limits(max(limits.max_tokens_per_gpu // share, 1) * share)
+        if self.share_prefixes:  # a micro-batch is one sequence: no sample is filled up by itself
             topology = replace(topology, sequence_parallel=False)
         return {
             "cost_model": self.costs.model,
@@ -106,11 +104,6 @@ class Settings:
             "algorithm": self.algorithm,
             "move_samples": self.balance_data,
         }
-
-    def with_cap(self, max_tokens_per_gpu: int) -> Settings:
-        """These settings with another cap; themselves where it is theirs."""
-        limits = bucketed_limits(max_tokens_per_gpu, topology=self.topology, shape_bucket=self.shape_bucket)
-        return self if limits == self.limits else replace(self, limits=limits)
 
 
 def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: CostModel | None = None) -> Settings:
@@ -136,10 +129,10 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
             log_lines.append(f"evaluation is Megatron's own: {reason}.")
         elif balances is not False:
             # Megatron has this size from 0.18 on.
-            eval_limits = _limits(options, options.get("eval_micro_batch_size") or rows, topology=topology)
+            eval_limits = _limits(options, options.get("eval_micro_batch_size") or rows)
     return Settings(
         topology=topology,
-        limits=_limits(options, rows, topology=topology),
+        limits=_limits(options, rows),
         costs=costs,
         eval_limits=eval_limits,
         balance_data=bool(options["balance_data"]),
@@ -188,7 +181,7 @@ def logits_caution(options: Options, *, topology: Topology) -> list[str]:
     ]
 
 
-_FLAGS = ("shape_bucket", "objective", "algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
+_FLAGS = ("objective", "algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
 
 
 def timeout_of(options: Options) -> timedelta:
@@ -204,7 +197,6 @@ def policy_of(options: Options) -> str:
         "--balance-data": options["balance_data"],
         f"--balance-dynamic-cp {'' if limit == ALL_RANKS else limit}".rstrip(): limit is not None,
         f"--balance-cost {options['balance_cost']}": options["balance_cost"] not in (None, "tokens"),
-        f"--balance-shape-bucket {options['balance_shape_bucket']}": options["balance_shape_bucket"] > 1,
         "--balance-share-prefixes": options["balance_share_prefixes"],
         f"--balance-objective {options['balance_objective']}": options["balance_objective"] != "auto",
         f"--balance-algorithm {options['balance_algorithm']}": options["balance_algorithm"] != "auto",
@@ -212,12 +204,10 @@ def policy_of(options: Options) -> str:
     return " ".join(flag for flag, is_set in flags.items() if is_set)
 
 
-def _limits(options: Options, micro_batch_size: int, *, topology: Topology) -> Limits:
-    """The limits of a micro-batch; a bucket over the cap raises BalanceError."""
-    if not options["use_dynamic_batch_size"]:
-        return Limits(micro_batch_size=micro_batch_size)
-    bucket = options["balance_shape_bucket"]
-    return bucketed_limits(options["max_tokens_per_gpu"], topology=topology, shape_bucket=bucket)
+def _limits(options: Options, micro_batch_size: int) -> Limits:
+    if options["use_dynamic_batch_size"]:
+        return Limits(options["max_tokens_per_gpu"])
+    return Limits(micro_batch_size=micro_batch_size)
 
 
 def run_costs(
@@ -371,16 +361,11 @@ def _routers_count_tokens(options: Options) -> bool:
     return bool(options.get("num_experts") and (losses or options["moe_router_enable_expert_bias"]))
 
 
-# Micro-batches are filled up to multiples of tokens, for low-precision layers and for fewer shapes. All count tokens of
-# a rank, once context and sequence parallelism have split the micro-batch: `Topology.token_alignment` applies to every
-# micro-batch, `--balance-shape-bucket` to those up to the cap, which is rounded down to the multiple; a sample over the
-# rounded cap runs alone and is filled up to the alignment only. docs/megatron.md has the alignment of each recipe.
+# Low-precision layers take multiples of tokens, to which micro-batches and the cap are rounded. They count tokens of a
+# rank, once context and sequence parallelism have split the micro-batch; docs/megatron.md has those of each recipe.
 # Sources: Transformer Engine 2.3 to 2.20, common/gemm/cublaslt_gemm.cu, common/cast/nvfp4, pytorch/csrc/quantizer.cpp
 # and `is_quantizable` in pytorch/tensor; Megatron 0.17 to 0.19, `get_fp8_align_size`, `get_fp4_align_size`. Experts pad
 # their own tokens; only where routing is padded instead does a rank need as many tokens as its fullest expert gets.
-
-DUMMY_TOKENS = 128
-"""Tokens of a dummy on each of its context-parallel ranks, at least, where the cap allows."""
 
 RECIPE_TOKENS = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 128}
 """By the name of `--fp8-recipe` or `--fp4-recipe`."""
@@ -401,44 +386,3 @@ def token_alignment(options: Options) -> int:
     if all(any(map(options.get, names)) for names in (pads_routing, fuses)):
         return math.lcm(tokens, FUSED_EXPERT_TOKENS)
     return tokens
-
-
-def bucket_tokens(topology: Topology, *, shape_bucket: int) -> int:
-    """The multiple that micro-batches up to the cap are filled up to, over context-parallel ranks; 1 for none."""
-    # Every context- and sequence-parallel rank gets an aligned share; the bucket is of each GPU before both.
-    multiple = topology.pack_multiple
-    return -(-shape_bucket * topology.cp_size // multiple) * multiple
-
-
-def bucketed_limits(max_tokens_per_gpu: int, *, topology: Topology, shape_bucket: int) -> Limits:
-    """Limits with the cap rounded down to the multiple that micro-batches are filled up to; else BalanceError."""
-    tokens = bucket_tokens(topology, shape_bucket=shape_bucket)
-    if tokens == topology.token_multiple:
-        return Limits(max_tokens_per_gpu)
-    bucket = tokens // topology.cp_size
-    if bucket > max_tokens_per_gpu:
-        bucket_text = f"--balance-shape-bucket is {shape_bucket}" if shape_bucket > 1 else "no shape bucket is set"
-        raise BalanceError(
-            f"micro-batches are filled up to multiples of {bucket} tokens on these ranks ({bucket_text}, the "
-            f"precision's alignment is {topology.token_alignment} tokens a rank), and --max-tokens-per-gpu "
-            f"{max_tokens_per_gpu} holds none: raise the cap or lower the bucket."
-        )
-    return Limits(max_tokens_per_gpu // bucket * bucket)
-
-
-def filled_tokens(
-    tokens: NDArray[np.int64], *, topology: Topology, limits: Limits, shape_bucket: int
-) -> NDArray[np.int64]:
-    """Padded tokens of micro-batches, 0 for a dummy, once filled up. `[num_microbatches]` → `[num_microbatches]`
-
-    Limits are those of `bucketed_limits`.
-    """
-    cap = limits.max_tokens_per_microbatch(topology)
-    multiple = np.full(len(tokens), bucket_tokens(topology, shape_bucket=shape_bucket))
-    if cap is not None:
-        multiple[tokens > cap] = topology.pack_multiple
-    num_tokens = -(-tokens // multiple) * multiple
-    # A dummy of a few tokens is a shape of its own to compiled kernels, and one token is an edge case of many.
-    room = DUMMY_TOKENS * topology.cp_size if cap is None else min(DUMMY_TOKENS * topology.cp_size, cap)
-    dummy = max(-(-room // topology.pack_multiple), 1) * topology.pack_multiple
-    return np.where(tokens == 0, dummy, num_tokens)
