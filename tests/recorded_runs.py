@@ -1,12 +1,14 @@
 """Recorded runs for the tests of reports and comparisons: planned for real, their seconds made up."""
 
 import contextlib
+import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.record import RecordWriter, RunInfo, StepRecord
+from megatron_balance.record import RecordWriter, RunInfo, StepRecord, line_of, seconds_line
 
 COST_MODEL = CostModel(linear=2000, quadratic=1)
 
@@ -31,13 +33,31 @@ def step_of(info, lengths, **options):
     return StepRecord.from_schedule(schedule, iteration=1)
 
 
+class PatientWriter(RecordWriter):
+    """Adds no line before the last one was taken: none is dropped."""
+
+    def __init__(self, folder, *, rank, resume=False):
+        self.rank = rank
+        super().__init__(folder, rank=rank, writes_plans=rank == 0, resume=resume, warn=pytest.fail)
+
+    def add(self, line):
+        super().add(line)
+        while not self._waiting.empty():
+            time.sleep(0)
+
+    def add_step(self, step):
+        self.add(line_of(step))
+
+    def add_seconds(self, iteration, *, seconds):
+        self.add(seconds_line(iteration, rank=self.rank, seconds=seconds))
+
+
 @contextlib.contextmanager
 def record_writers(folder, info, *, num_ranks, resume=False):
     """Those of all ranks, closed in the end."""
     with contextlib.ExitStack() as stack:
-        writers = [
-            RecordWriter(folder, rank=rank, info=None if rank else info, resume=resume) for rank in range(num_ranks)
-        ]
+        writers = [PatientWriter(folder, rank=rank, resume=resume) for rank in range(num_ranks)]
+        writers[0].add(info.line())
         for writer in writers:
             stack.callback(writer.close)
         yield writers

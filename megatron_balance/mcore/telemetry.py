@@ -33,7 +33,7 @@ from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.planner import DataSchedule, resolve_objective, slowest_over_mean, unavoidable_waiting, waiting
-from megatron_balance.record import RecordThread, RecordWriter, RunInfo, StepRecord
+from megatron_balance.record import RecordWriter, RunInfo, StepRecord, line_of, seconds_line
 from megatron_balance.record.step import rank_slowdowns
 from megatron_balance.runtime.log import log_info, warn_once
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
@@ -75,7 +75,7 @@ class Telemetry:
     """The view of the run on a rank; `args` are those of Megatron's loop."""
 
     def __init__(self, settings: Settings, *, layout: Layout, loads_data: bool, args: Namespace | None) -> None:
-        self._settings, self._coords, self._args = settings, layout.this_rank, args
+        self._settings, self._args = settings, args
         self._logs = dist.get_rank() == 0
         self._measures = loads_data and layout.this_rank.tp == 0
         self._on_gpu = device_kind() == "cuda"
@@ -87,13 +87,19 @@ class Telemetry:
         self._alarms = Alarms()
         self._memory = (0, 0)
         self._newest_iteration = self._max_tokens = 0
-        self._record: RecordThread | None = None
-        if settings.record is not None and layout.leads_replica(each_cp_rank=settings.topology.dynamic_cp):
+        self._record: RecordWriter | None = None
+        coords, topology = layout.this_rank, settings.topology
+        self._rank_of_record = coords.dp * topology.cp_size + coords.cp if topology.dynamic_cp else coords.dp
+        if settings.record is not None and layout.leads_replica(each_cp_rank=topology.dynamic_cp):
             folder = f"--balance-record {settings.record}"  # every rank that writes has a disk of its own to fill
-            self._record = RecordThread(
-                self._open_record,
+            self._record = RecordWriter(
+                Path(settings.record),
+                rank=self._rank_of_record,
+                writes_plans=self._logs,
+                resume=settings.resumes,
                 warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", every_rank=True),
             )
+            self.use(settings)
         close = self._close  # one object, by which atexit knows it
         atexit.register(close)
         close_on_undo(functools.partial(atexit.unregister, close))
@@ -124,7 +130,7 @@ class Telemetry:
         self._alarms.check(schedule, figures, seconds=reported[:, -1] / 1e9, step_seconds=step_seconds)
         if self._record is not None:
             times = {name: getattr(step, name) for name in ("plan_seconds", "exchange_seconds", "exposed_seconds")}
-            self._record.add(lambda to: to.add_step(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
+            self._record.add(line_of(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
         if self._settings.log_interval:
             self._interval.append(figures)
 
@@ -136,8 +142,7 @@ class Telemetry:
         """Later steps are planned by these settings."""
         self._settings = settings
         if self._logs and self._record is not None:
-            info = run_info(settings, args=self._args)
-            self._record.add(lambda writer: writer.add_info(info))
+            self._record.add(run_info(settings, args=self._args).line())
 
     def end(self, *, waits: bool = False) -> NDArray[np.float64] | None:
         """Ends the step: later passes (evaluation) are not measured.
@@ -193,16 +198,7 @@ class Telemetry:
             if self._record is not None:
                 if len(seconds) != timer.num_microbatches:  # under a virtual pipeline
                     seconds = np.full(timer.num_microbatches, np.nan)
-                self._record.add(
-                    functools.partial(RecordWriter.add_seconds, iteration=timer.iteration, seconds=seconds)
-                )
-
-    def _open_record(self) -> RecordWriter:
-        """The writer of this rank's part of the record."""
-        settings, coords = self._settings, self._coords
-        info = run_info(settings, args=self._args) if self._logs else None
-        rank = coords.dp * settings.topology.cp_size + coords.cp if settings.topology.dynamic_cp else coords.dp
-        return RecordWriter(Path(settings.record or ""), rank=rank, info=info, resume=settings.resumes)
+                self._record.add(seconds_line(timer.iteration, rank=self._rank_of_record, seconds=seconds))
 
     def _read_memory(self, step: BalancedStep) -> None:
         """Read the allocator's counters, resetting none; those of all ranks come with the next step."""
@@ -213,7 +209,7 @@ class Telemetry:
         if self._logs and step.number == FIRST_STEPS + 1 and memory is not None and memory[:, 0].all():
             peak, cap = float(memory[:, 0].max()) / GIB, max(int(memory[:, 1].min()), 1)
             if self._record is not None:
-                self._record.add(lambda writer: writer.add_cap(cap))
+                self._record.add({"kind": "memory", "measured_cap": cap})
             stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
             log_info(
                 f"peak device memory{stage}: {peak:.1f} GiB allocated. Micro-batches of --max-tokens-per-gpu {cap} "

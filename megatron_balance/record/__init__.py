@@ -11,12 +11,11 @@ from megatron_balance.record.run_record import (
     step_of,
 )
 from megatron_balance.record.step import StepRecord
-from megatron_balance.record.writing import RecordThread, RecordWriter, text_of
+from megatron_balance.record.writing import RecordWriter, seconds_line, text_of
 
 __all__ = [
     "MAX_GPUS",
     "MAX_STAGES",
-    "RecordThread",
     "RecordWriter",
     "RunInfo",
     "RunRecord",
@@ -24,6 +23,7 @@ __all__ = [
     "is_record",
     "line_of",
     "read_record",
+    "seconds_line",
     "step_of",
     "text_of",
 ]
