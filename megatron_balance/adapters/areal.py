@@ -50,7 +50,7 @@ from megatron_balance.planner import Forest, build_data_schedule
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import Samples
-from megatron_balance.samples.shared_prefixes import chains_of_words
+from megatron_balance.samples.shared_prefixes import chains_of_rows
 from megatron_balance.topology import Limits, Topology
 
 __all__ = ["balance_batch", "install", "is_installed"]
@@ -198,7 +198,7 @@ def _build_tries(
         return stock(data, max_tokens_per_tree)  # AReaL's error names the sequence
     tokens = np.concatenate([np.zeros(0, np.int64), *sequences])
     # Of tokens alone: AReaL's loss takes labels and other keys from each sequence.
-    chains = chains_of_words([tokens], lengths=lengths, trained=np.zeros(tokens.size, np.bool_), block=1)
+    chains = chains_of_rows(tokens, lengths=lengths, trained=np.zeros(tokens.size, np.bool_), block=1)
     forest = Forest.from_chains(lengths, chains)
     # AReaL fills every tree up to the cap: the fewest trees, as if each were the one micro-batch of a rank.
     cost_model = replace(cost_model, per_microbatch=cost_model(max_tokens_per_tree))

@@ -20,7 +20,7 @@ from megatron_balance.lengths import MEGATRON_SEED, STOCKS, Rows, read_rows, rea
 from megatron_balance.planner import Forest, Problem
 from megatron_balance.record import MAX_GPUS, MAX_STAGES, RunRecord, StepRecord
 from megatron_balance.record.step import round_robin
-from megatron_balance.samples.shared_prefixes import chains_of_words, next_tokens
+from megatron_balance.samples.shared_prefixes import chains_of_rows, next_tokens
 from megatron_balance.topology import Limits, Topology
 
 MAX_SAMPLES = 2**13  # planned without --steps, so that planning takes seconds
@@ -187,8 +187,9 @@ def _forests(args: argparse.Namespace, *, kind: str, num_rows: int, num_steps: i
 def _forest_of_texts(texts: Sequence[NDArray[np.int64]]) -> Forest:
     """What lists of tokens share, labels being the next tokens."""
     lengths, tokens = np.array([text.size for text in texts]), np.concatenate(texts)
-    words, trained = [tokens, next_tokens(tokens, lengths=lengths)], np.zeros(tokens.size, dtype=np.bool_)
-    return Forest.from_chains(lengths, chains_of_words(words, lengths=lengths, trained=trained, block=BLOCK))
+    rows = np.column_stack([tokens, next_tokens(tokens, lengths=lengths)])
+    untrained = np.zeros(tokens.size, dtype=np.bool_)
+    return Forest.from_chains(lengths, chains_of_rows(rows, lengths=lengths, trained=untrained, block=BLOCK))
 
 
 def rows_to_plan(args: argparse.Namespace) -> tuple[str, Rows]:
