@@ -12,7 +12,6 @@ rounded to whole tokens by Megatron's loss functions.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -114,20 +113,24 @@ def weigh(losses: Any, weights: Tensor) -> Tensor:
     return _Weigh.apply(losses, weights.to(losses.device, non_blocking=True))  # pyright: ignore[reportReturnType]
 
 
-def with_weights(loss_func: Callable[..., Any], weights: Callable[[], Tensor]) -> Callable[..., Any]:
-    """A loss function of Megatron's schedules, on losses whose gradients are weighed."""
+def with_weighted_loss(forward_step_func: Callable[..., Any], weights: Callable[[], Tensor]) -> Callable[..., Any]:
+    """A forward step of Megatron's schedules, whose loss function gets losses whose gradients are weighed."""
 
-    @functools.wraps(loss_func)
-    def weighted(output: Any, *positional: Any, **keywords: Any) -> Any:
-        results = loss_func(weigh(output, weights()), *positional, **keywords)
-        if not keywords and len(results) != 3:
-            raise BalanceError(
-                f"The loss function returns {len(results)} results, and --balance-loss-weighting needs three: the sum "
-                "of losses, the number of tokens, and what is logged."
-            )
-        return results
+    def forward_step(*positional: Any, **keywords: Any) -> Any:
+        output, loss_func = forward_step_func(*positional, **keywords)
 
-    return weighted
+        def weighted(output: Any, *positional: Any, **keywords: Any) -> Any:
+            results = loss_func(weigh(output, weights()), *positional, **keywords)
+            if not keywords and len(results) != 3:
+                raise BalanceError(
+                    f"The loss function returns {len(results)} results, and --balance-loss-weighting needs three: the "
+                    "sum of losses, the number of tokens, and what is logged."
+                )
+            return results
+
+        return output, loss_func and weighted
+
+    return forward_step
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
-from megatron_balance.mcore.loss_weights import router_loss_scale, token_weights, with_weights
+from megatron_balance.mcore.loss_weights import router_loss_scale, token_weights, with_weighted_loss
 from megatron_balance.mcore.prefix_sharing import PrefixSharing
 from megatron_balance.mcore.prepare import BalancedStep, Microbatch, MicrobatchSizes, pack
 from megatron_balance.mcore.setup.layout import Layout, RankCoords, make_groups
@@ -74,16 +73,8 @@ class RunningStep(Iterator[Microbatch]):
         self._params: list[Any] = []
         self._sharing: PrefixSharing | None = None
         if settings.counts_router_tokens:
-            reason = (
-                "without which MoE routers count padding in --moe-aux-loss-coeff, --moe-z-loss-coeff and "
-                "--moe-router-enable-expert-bias"
-            )
-            _refuse_without("padding_mask", reason, "train without these flags or --balance-*", model=model)
             self._masks = _router_masks(self._sizes, topology=settings.topology, coords=coords, trees=trees)
         if settings.unpad is not None or settings.overlaps_experts or settings.share_prefixes:
-            reason = "so that samples of a pack would attend to one another"
-            remedy = "train without --balance-unpad, --overlap-moe-expert-parallel-comm and --balance-share-prefixes"
-            _refuse_without("packed_seq_params", reason, remedy, model=model)
             starts = pack(self._sizes, settings=settings)
             self._params = [packed_seq_params(microbatch) for microbatch in starts]
         if trees:
@@ -92,15 +83,11 @@ class RunningStep(Iterator[Microbatch]):
 
     def __next__(self) -> Microbatch:
         """The micro-batch whose forward pass runs; no other fits its shape."""
-        if self._number is None:
+        if self._number is None or self._is_read:
             raise BalanceError(
-                "The iterator of a balanced step is read outside of Megatron's forward_step, which numbers "
-                "micro-batches: read it in the forward step alone, and run Megatron's own schedules."
-            )
-        if self._is_read:
-            raise BalanceError(
-                f"The forward step reads a second micro-batch in its call for micro-batch {self._number}; each has a "
-                "size of its own: read one in a call, and none ahead, or train without balance flags."
+                "A micro-batch is read outside of Megatron's forward_step, which numbers them, or as the second one in "
+                "a call of it; each has a size of its own: read one in a call, and none ahead, run Megatron's own "
+                "schedules, or train without balance flags."
             )
         if not self._step.microbatches:  # this rank needs no data
             raise StopIteration
@@ -140,7 +127,7 @@ class RunningStep(Iterator[Microbatch]):
         weights = None
         if self._sizes.loss_weights is not None:
             weights = functools.cache(functools.partial(token_weights, self._sizes, number, topology=self._topology))
-            forward_step_func = _with_weighted_loss(forward_step_func, weights)
+            forward_step_func = with_weighted_loss(forward_step_func, weights)
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched_attrs(self, _number=number, _is_read=False, token_weights=weights))
             if self._args is not None:
@@ -206,28 +193,6 @@ class RunningStep(Iterator[Microbatch]):
             handle.remove()
 
 
-def _with_weighted_loss(forward_step_func: Callable[..., Any], weights: Callable[[], Tensor]) -> Callable[..., Any]:
-    @functools.wraps(forward_step_func)
-    def weighted(*positional: Any, **keywords: Any) -> Any:
-        output, loss_func = forward_step_func(*positional, **keywords)
-        return output, loss_func and with_weights(loss_func, weights)
-
-    return weighted
-
-
-def _refuse_without(keyword: str, reason: str, remedy: str, *, model: Any) -> None:
-    """Refuse a model of which a chunk takes no such keyword, on every rank."""
-    from megatron.core.utils import unwrap_model
-
-    for chunk in model if isinstance(model, list) else [model]:
-        inner: Any = unwrap_model(chunk)
-        if keyword not in inspect.signature(inner.forward).parameters:
-            raise BalanceError(
-                f"{type(inner).__name__}.forward takes no {keyword}, {reason}: add the parameter and hand it to the "
-                f"decoder, or {remedy}."
-            )
-
-
 def _router_masks(
     sizes: MicrobatchSizes, *, topology: Topology, coords: RankCoords, trees: list[PrefixTree]
 ) -> list[Tensor]:
@@ -282,26 +247,6 @@ def packed_seq_params(microbatch: Mapping[str, Any]) -> Any:
 
 LoggedLoss = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Maps a loss that a router records, and the groups of ranks that it names, to those of the static group."""
-
-
-def connect(by_size: Mapping[int, dist.ProcessGroup]) -> None:
-    """Exchange a number with both neighbours in each group, before the first step.
-
-    Transformer Engine sends keys and values around a ring of more than two ranks in messages of their own, for each
-    of which NCCL connects a pair of ranks when it first talks (context_parallel.py:124-133 of 2.18): in the middle of a
-    run, when memory is full. The order of calls is that of its ring, even ranks first.
-    """
-    device = "cuda" if any(dist.get_backend(group) == "nccl" for group in by_size.values()) else "cpu"
-    for size, group in sorted(by_size.items()):
-        if size == 1:
-            continue
-        rank, numbers = group.rank(), torch.zeros(2, device=device)
-        send = functools.partial(dist.isend, numbers[0], group=group, group_dst=(rank + 1) % size)
-        receive = functools.partial(dist.irecv, numbers[1], group=group, group_src=(rank - 1) % size)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        for work in [call() for call in ((send, receive) if rank % 2 == 0 else (receive, send))]:
-            assert work is not None, "this rank is a member"
-            work.wait()
 
 
 class CpGroups:

@@ -30,7 +30,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.autotune import Autotuner
 from megatron_balance.mcore.lookahead import IteratorCache, PullAhead, StepThread, pull
-from megatron_balance.mcore.microbatch import CpGroups, RunningStep, connect
+from megatron_balance.mcore.microbatch import CpGroups, RunningStep
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
 from megatron_balance.mcore.setup.settings import Settings
@@ -92,7 +92,6 @@ class BalancedForwardBackward:
         if topology.dynamic_cp:
             for_routers = settings.counts_router_tokens
             self.cp_groups = CpGroups(topology, layout=layout, timeout=timeout, for_routers=for_routers)
-            connect(self.cp_groups.by_size)
 
     @property
     def evaluates(self) -> bool:
@@ -139,9 +138,7 @@ class BalancedForwardBackward:
                 if self._settings.overlap and self._eval_steps_left:
                     name = f"evaluation after iteration {iteration}"
                     self._evaluation.prepare(source, num_microbatches=number, name=name)
-                losses = self._run(schedule, step, arguments)
-            _warn_of_means(losses)
-            return losses
+                return self._run(schedule, step, arguments)
 
     def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
         """The iterator of a step, None where this rank loads no data; chunks of a virtual pipeline read one."""
@@ -157,14 +154,13 @@ class BalancedForwardBackward:
         if tuner is not None:
             self._use(tuner.begin(iteration))
         verifies = self._settings.verify and not self._num_steps
-        items = prefetcher.peek(source, num_microbatches=number) if verifies else None
         self.last_step = step = prefetcher.balance(source, num_microbatches=number)
         if verifies:
             verify_step(
                 schedule,
                 lambda **changed: self._run(schedule, step, changed),
                 arguments,
-                items=items,
+                items=prefetcher.items,
                 topology=self._settings.topology,
             )
         self.totals = step.totals
@@ -183,7 +179,6 @@ class BalancedForwardBackward:
         if tuner is not None and tunes:
             self._use(tuner.end(step, iteration=iteration, seconds=seconds))
         self._num_steps += 1
-        _warn_of_means(losses)
         return losses
 
     def _use(self, settings: Settings) -> None:
@@ -233,19 +228,6 @@ def _for_evaluation(settings: Settings) -> Settings:
     return replace(settings, limits=settings.eval_limits or settings.limits)
 
 
-def _warn_of_means(losses: Any) -> None:
-    """Name each loss that Megatron logs, on its last rank, as a mean of micro-batches; other loops return anything."""
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    reports = losses[0] if is_last and isinstance(losses, list) and losses else None
-    for loss, value in reports.items() if isinstance(reports, dict) else ():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            warn_once(
-                f"gets {loss!r} as one number from the loss function: Megatron logs its mean over micro-batches, which "
-                "have unequal numbers of tokens in a balanced run. Return the sum over tokens and their number.",
-                every_rank=True,
-            )
-
-
 class StepPrefetcher:
     """Turns the items of the data loader into balanced micro-batches as a step begins, or in a thread before it.
 
@@ -269,6 +251,7 @@ class StepPrefetcher:
         self._iterators = IteratorCache()
         self._newest: PullAhead | None = None
         self._prepared: Future[Prepared | None] | None = None
+        self.items: list[Any] | None = None  # of the newest step
         self._last: BalancedStep | None = None
         self._num_steps = 0
 
@@ -298,13 +281,6 @@ class StepPrefetcher:
                 topic="another iterator",
             )
         return self._last
-
-    def peek(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int) -> list[Any] | None:
-        """The items that `balance` will pull; None where this rank loads no data."""
-        if data_iterator is None:
-            return None
-        _, ahead = self._iterators.wrap(data_iterator)
-        return ahead.fetch(num_microbatches).items
 
     def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str) -> None:
         """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.
@@ -338,6 +314,7 @@ class StepPrefetcher:
         iterator, ahead = self._iterators.wrap(data_iterator)
         new_iterator, self._newest = ahead is not self._newest, ahead
         fetched, number = pull(iterator, num_microbatches), self._num_steps
+        self.items = fetched.items
         self._num_steps += 1
         # A batch size that grows pulls more.
         if prepared is not None and [*map(id, prepared[0])] == [*map(id, fetched.items)]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from sample_rows import Sample, rows_of, samples_of
 
 from megatron_balance import BalanceError, Forest
-from megatron_balance.mcore.microbatch import connect
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, broadcast_step
@@ -204,29 +203,6 @@ def samples_of_other_lengths():
     gathered = gather_lengths(samples, group=group)
     stay = np.arange(group.size())
     return expect_error(lambda: reroute_samples(longer, destinations=stay, gathered=gathered, group=group))
-
-
-def neighbours_that_talk():
-    """The messages by which this rank connects to its neighbours in groups of 1, 2 and 4 ranks: kind, size, peer."""
-    groups = {1: dist.new_group([dist.get_rank()], use_local_synchronization=True), 4: world()}
-    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
-    groups[2] = pairs[dist.get_rank() // 2]
-    said = []
-    stock = dist.isend, dist.irecv
-
-    def noted(kind, send):
-        def note(number, *, group, **peer):
-            said.append((kind, group.size(), next(iter(peer.values()))))
-            return send(number, group=group, **peer)
-
-        return note
-
-    dist.isend, dist.irecv = noted("send", stock[0]), noted("receive", stock[1])
-    try:
-        connect(groups)
-    finally:
-        dist.isend, dist.irecv = stock
-    return said
 
 
 def responses(seed, *, groups, size):

@@ -4,7 +4,6 @@ Megatron's own schedule is a double that returns the micro-batches it is handed.
 """
 
 import itertools
-import logging
 import threading
 from argparse import Namespace
 from datetime import timedelta
@@ -19,7 +18,6 @@ from megatron_balance import BalanceError, CostModel
 from megatron_balance.mcore import balanced_schedule
 from megatron_balance.mcore.loop import run_of_model
 from megatron_balance.mcore.run import run_of
-from megatron_balance.runtime.log import LOG
 from megatron_balance.runtime.process import set_device_kind
 
 NUM_ITEMS = 2
@@ -210,23 +208,6 @@ def evaluated(*, collects):
     with run.evaluating(1):
         run(schedule, data_iterator=Items(0), num_microbatches=NUM_ITEMS, collect_non_loss_data=collects, **words)
     return [microbatch["tokens"].numel() for microbatch in ran], seen
-
-
-def warned_of_losses(*, numbers):
-    """This rank's warnings of two training steps, whose loss function reports so many numbers."""
-    texts = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())
-    LOG.addHandler(handler)
-
-    def forward_step(microbatches, model):
-        next(microbatches)
-        return {"lm loss": torch.ones(numbers)}
-
-    step_of, items = balanced(forward_step=forward_step), Items(0)
-    for _ in range(2):
-        step_of(items)
-    return texts
 
 
 def counted_by_routers(*, tokens):

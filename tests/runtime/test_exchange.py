@@ -83,14 +83,3 @@ def test_ranks_of_a_replica_go_on_alike(run_cases, kinds, expected):
 def test_samples_must_be_those_that_were_gathered(run_cases):
     for message in run_cases(2, "samples_of_other_lengths"):
         assert "got samples of [5] tokens; those gathered had [4]" in message
-
-
-def test_neighbours_of_every_context_parallel_size_connect_before_training(run_cases):
-    """In the order of Transformer Engine's ring, in which even ranks send first."""
-    for rank, said in enumerate(run_cases(4, "neighbours_that_talk")):
-        expected = []
-        for size in (2, 4):
-            place = rank % size
-            both = [("send", size, (place + 1) % size), ("receive", size, (place - 1) % size)]
-            expected += both if place % 2 == 0 else both[::-1]
-        assert said == expected
