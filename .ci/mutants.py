@@ -92,7 +92,7 @@ def judge(mutant: Mutant, copies: SimpleQueue[Path]) -> tuple[str | None, float]
 
 
 def run(copy: Path, tests: Sequence[str], *, workers: int = 0) -> int:
-    """Pytest's exit status. A hang counts as a failed test, as pytest-timeout counts it."""
+    """Pytest's exit status; all tests run in `workers`. A hang counts as a failed test, as pytest-timeout counts it."""
     flags = ["-q", "-x", "-p", "no:cacheprovider", "-n", str(workers), "--hypothesis-profile", "first"]
     flags += ["-m", "not checkout"]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -103,7 +103,7 @@ def run(copy: Path, tests: Sequence[str], *, workers: int = 0) -> int:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=TIMEOUT_SECONDS * (10 if workers else 1),
             check=False,
         )
     except subprocess.TimeoutExpired:
