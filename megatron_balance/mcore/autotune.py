@@ -5,9 +5,9 @@
 As such a step ends all ranks send what they measured to rank 0, while no thread prepares the next one. It decides, and
 all take its answer.
 
-Invariants: all ranks take the same integers between the same two steps; what was found is in every checkpoint, and
-until then what it is found from, so that a run that is killed goes on as it would have; what fails on rank 0 leaves the
-settings as they are, and ends the search.
+Invariants: all ranks take the same integers between the same two steps; what was found is in every checkpoint, and a
+run that is resumed before that searches anew; what fails on rank 0 leaves the settings as they are, and ends the
+search.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_balance.mcore.setup.rules import TUNED_STEPS
 from megatron_balance.mcore.setup.settings import Settings
 from megatron_balance.mcore.telemetry import allowed_tokens, largest_tokens, run_info
 from megatron_balance.planner import build_data_schedule
-from megatron_balance.record import RunRecord, StepRecord, line_of, step_of, text_of
+from megatron_balance.record import RunRecord, StepRecord
 from megatron_balance.record.fit import fit_record
 from megatron_balance.record.step import rank_slowdowns
 from megatron_balance.runtime.failure import Failure, attempt
@@ -51,8 +51,8 @@ NOISE = 0.05
 """Part of what a device allows that the cap leaves as well: the next micro-batch of as many tokens may take more."""
 
 State = dict[str, Any]
-"""`wanted` settings, `end` the last of the steps, `costs` a calibration, `cap`, `speeds` of ranks; on rank 0 alone
-`steps`, lines of a record with `nanoseconds`, from which they are found."""
+"""`end` the last of the steps, `costs` a calibration, `cap`, `speeds` of ranks; `wanted` settings, once they are found.
+"""
 
 
 class Autotuner:
@@ -63,11 +63,14 @@ class Autotuner:
 
     def __init__(self, settings: Settings, *, leads_replica: bool, args: Namespace | None) -> None:
         self._settings, self._leads_replica, self._args = settings, leads_replica, args
+        dp_size = settings.topology.dp_size * ("speeds" in settings.tuned)
+        self._wanted = [settings.tuned_steps, *settings.tuned, dp_size]
         self._first_cap = settings.limits.max_tokens_per_gpu or 0
         self._most = sys.maxsize
         folder = settings.record or getattr(args, "save", None)
         self._file = None if folder is None else Path(folder) / "out_of_memory.txt"
         self._state: State = {}
+        self._steps: list[StepRecord] = []  # measured, on rank 0
         self._newest = self._max_tokens = 0
 
     def begin(self, iteration: int) -> Settings:
@@ -83,21 +86,18 @@ class Autotuner:
     def end(self, step: BalancedStep, *, iteration: int, seconds: NDArray[np.float64] | None) -> Settings:
         """The settings after a step; `[num_microbatches]` seconds of this rank, where they were measured."""
         self._newest, self._max_tokens = iteration, max(self._max_tokens, largest_tokens(step))
-        nanoseconds: list[int] = []
-        if seconds is not None and len(seconds) == step.num_microbatches:
-            nanoseconds = (seconds * 1e9).astype(int).tolist()
+        row = seconds.tolist() if seconds is not None and len(seconds) == step.num_microbatches else []
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (allowed_tokens(self._max_tokens), self._leads_replica, nanoseconds))
+        dist.all_gather_object(reports, (allowed_tokens(self._max_tokens), self._leads_replica, row))
 
         def decide() -> State:
             schedule = step.schedule
             assert schedule is not None, "rank 0 plans"
-            grid, state = np.zeros_like(schedule.cp_size_grid), self._state.copy()
+            grid, state = np.zeros(schedule.cp_size_grid.shape), self._state.copy()
             rows = [row for _, leads_replica, row in reports if leads_replica]
             for index, row in enumerate(rows):  # of the first context-parallel rank of each replica
                 grid[index * len(grid) // len(rows), : len(row)] = row
-            line = line_of(StepRecord.from_schedule(schedule, iteration=iteration)) | {"nanoseconds": grid.ravel()}
-            state["steps"] = [*state["steps"], text_of(line).decode()]
+            self._steps.append(StepRecord.from_schedule(schedule, iteration=iteration, seconds=grid))
             largest = min(int(min(tokens for tokens, *_ in reports) * (1 - NOISE)), self._most)
             if "cap" in state and iteration > 1:  # before the first one ends the optimizer has no state
                 # Half of the way: what takes more than its share of memory shows in time.
@@ -122,29 +122,27 @@ class Autotuner:
 
     def _agree(self, decide: Callable[[], State]) -> None:
         """Take what rank 0 decides."""
-        before, shared = self._state, [self._state]
+        before = self._state
+        shared: list[State] = [before]
         if dist.get_rank() == 0:
             decision = attempt(decide)
             if isinstance(decision, Failure):
                 warn_once(f"auto keeps the settings as they are: {decision.text}")
                 decision = self._state | {"end": 0}
-            self._state = decision
-            shared = [{name: value for name, value in decision.items() if name != "steps"}]
+            shared = [decision]
         dist.broadcast_object_list(shared)
-        self._state = self._state | shared[0]
+        self._state = state = shared[0]
         if self._args is not None:
-            setattr(self._args, STATE, json.dumps(self._state))
-        settings, costs = self._settings, self._state.get("costs")
+            setattr(self._args, STATE, json.dumps(state))
+        settings, costs = self._settings, state.get("costs")
         if costs is not None and costs != before.get("costs"):
             calibration = Calibration(CostModel.from_dict(costs["costs"]), costs["held_out_error"], costs["origin"])
             settings = replace(settings, costs=settings.costs_of(calibration=calibration))
             for line in settings.costs.log_lines:
                 log_info(line)
-        if (speeds := tuple(self._state.get("speeds", ()))) != settings.speeds:
-            settings = replace(settings, speeds=speeds)
-        if "cap" in self._state:
-            settings = replace(settings, limits=Limits(self._state["cap"]))
-        self._settings = settings
+        if "cap" in state:
+            settings = replace(settings, limits=Limits(state["cap"]))
+        self._settings = replace(settings, speeds=tuple(state.get("speeds", ())))
 
     def _first_state(self, iteration: int) -> State:
         """What the checkpoint holds, or nothing yet; where other settings are wanted they are found anew."""
@@ -158,22 +156,17 @@ class Autotuner:
                 self._most = int(self._file.read_text())
                 self._first_cap = min(self._first_cap, self._most)
             state["cap"] = min(state.get("cap", self._first_cap), self._most)
-        wanted = [settings.tuned_steps, *settings.tuned, settings.topology.dp_size * ("speeds" in settings.tuned)]
-        if state.get("wanted") != wanted:
-            state.pop("speeds", None)  # of other ranks, maybe
-            state |= {"wanted": wanted, "end": iteration - 1 + settings.tuned_steps, "steps": []}
-        return state
+        if state.pop("wanted", None) == self._wanted:
+            return state | {"wanted": self._wanted, "end": 0}
+        state.pop("speeds", None)  # of other ranks, maybe
+        return state | {"end": iteration - 1 + settings.tuned_steps}
 
     def _last_state(self, state: State) -> State:
         """The settings by all steps."""
-        info, steps = run_info(self._settings, args=self._args), list[StepRecord]()
-        for line in map(json.loads, state["steps"]):
-            step = step_of(line, info=info)
-            seconds = np.array(line["nanoseconds"]).reshape(step.cp_size_grid.shape) / 1e9
-            steps.append(replace(step, seconds=seconds))
-        state = state | {"steps": []}
+        steps = self._steps
+        state = state | {"wanted": self._wanted}
         if "costs" in self._settings.tuned:
-            state |= self._fitted(RunRecord(info, tuple(steps)))
+            state |= self._fitted(RunRecord(run_info(self._settings, args=self._args), tuple(steps)))
         if "speeds" in self._settings.tuned:
             state["speeds"] = _speeds(steps)
         if "cap" in state:
@@ -182,8 +175,8 @@ class Autotuner:
 
     def _fitted(self, record: RunRecord) -> State:
         """The costs of these steps, unless those in use predict the steps that were left out of the fit better."""
-        newest = record.steps[-1]
-        said = f"--balance-cost auto, steps {record.steps[0].iteration} to {newest.iteration}:"
+        newest = record.steps[-1].iteration
+        said = f"--balance-cost auto, steps {record.steps[0].iteration} to {newest}:"
         try:
             fit, calibration = fit_record(record)
         except BalanceError as error:
@@ -193,15 +186,12 @@ class Autotuner:
         if fit.error > fit.planned_error:
             log_info(f"{said} costs stay as they are: fitted ones are off by {errors}.")
             return {}
-        costs, found = self._settings.costs_of(calibration=calibration), calibration.costs
+        found = calibration.costs
         terms = (found.per_microbatch, found.linear + found.expert_linear, found.quadratic)
         launch, token, squared = (f"{attoseconds / UNITS_PER_SECOND:.2g} s" for attoseconds in terms)
-        plans = (replace(newest, cost_model=costs.model), _planned(newest, replace(self._settings, costs=costs)))
-        ran, planned = (plan.imbalance(plan.costs) * plan.costs.sum() for plan in plans)
         log_info(
             f"{said} a micro-batch takes {launch}, a token {token} and a squared token {squared}; off by "
-            f"{errors}. Plans follow from step {newest.iteration + 1} on; the last one would have taken "
-            f"{1 - planned / ran:.1%} less time."
+            f"{errors}. Plans follow from step {newest + 1} on."
         )
         return {"costs": asdict(calibration)}
 
@@ -211,7 +201,7 @@ class Autotuner:
 
         def fewer(cap: int) -> int:
             settings = replace(self._settings, limits=Limits(cap))
-            return -sum(_planned(step, settings).num_microbatches for step in steps)
+            return -sum(_num_microbatches(step, settings) for step in steps)
 
         cap = caps[bisect.bisect_left(caps, fewer(caps[-1]), key=fewer)]
         before, after = (-fewer(cap) / len(steps) for cap in (self._first_cap, cap))
@@ -237,8 +227,7 @@ def _speeds(steps: Sequence[StepRecord]) -> list[int]:
     return speeds.tolist()
 
 
-def _planned(step: StepRecord, settings: Settings) -> StepRecord:
-    """The step as these settings plan it."""
+def _num_microbatches(step: StepRecord, settings: Settings) -> int:
+    """Of a rank, as these settings plan the step."""
     samples: dict[str, Any] = {"image_patches": step.images, "home_ranks": step.home_ranks, "forest": step.forest}
-    schedule = build_data_schedule(step.lengths, **samples, **settings.planning)
-    return StepRecord.from_schedule(schedule, iteration=step.iteration)
+    return build_data_schedule(step.lengths, **samples, **settings.planning).num_microbatches
