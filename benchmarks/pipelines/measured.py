@@ -15,7 +15,7 @@ import numpy as np
 from training_run import Recorded, train
 
 from benchmarks.publish import RAW, fresh, say
-from megatron_balance import ModelShape
+from megatron_balance import CostModel, ModelShape
 from megatron_balance.cli import main
 from megatron_balance.cost.rates import resolve_cost
 from megatron_balance.model.layout import PipelineLayout
@@ -57,7 +57,8 @@ def measure_gains() -> dict[str, dict[str, float]]:
             recorded = train(run, [*parts, "--balance-record", str(run / "record")], num_ranks=DP_SIZE * pp_size)
             if not costs.exists():
                 assert main(["fit", str(run / "record"), "--out", str(costs)]) == 0
-            seconds = resolve_cost(str(costs), model=SHAPE, layout=layout)
+            stages = CostModel.from_shape(SHAPE, layout=layout).stages
+            seconds = replace(resolve_cost(str(costs)), stages=stages)
             steps = read_record(run / "record").steps[WARM_UP:]
             predicted = sum(replace(step, cost_model=seconds).metrics().predicted_cost for step in steps)
             times.append((predicted, makespan(recorded, pipeline=Pipeline(pp_size, vpp_size, pp_size))))

@@ -108,7 +108,7 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
     except BalanceError as error:
         yield f"Other caps and context-parallel sizes are not compared: {error}"
         return
-    costs = replace(comparison.costs, cost="seconds.json", device=None, max_tokens_per_gpu=cap, fitted=calibration)
+    costs = replace(comparison.costs, device=None, max_tokens_per_gpu=cap, calibration=calibration)
     comparison, recorded = replace(comparison, costs=costs), [step for step in record.steps if step.lengths.size]
     recorded = recorded[: max(SETTING_SAMPLES // recorded[0].lengths.size, 1)]
     policy = Policy("as it ran", "as it ran", record.info.cost_model, dynamic_cp=run.dynamic_cp)
@@ -173,7 +173,7 @@ def _results(
         flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {size} --balance-data --balance-cost flops"
         flags += " --balance-dynamic-cp" * topology.dynamic_cp
         show_progress(f"planning {flags}")
-        policy = Policy("", flags, comparison.costs.planning("seconds", topology), dynamic_cp=topology.dynamic_cp)
+        policy = Policy("", flags, comparison.costs.on(topology).model, dynamic_cp=topology.dynamic_cp)
         setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(size))
         if problems(setting.options(policy)):
             continue

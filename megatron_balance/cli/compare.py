@@ -31,6 +31,7 @@ from megatron_balance.cli.terminal import (
     say,
     show_progress,
 )
+from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import MICROBATCH_TOKENS
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MEGATRON_SEED, STOCKS, SYNTHETIC_LENGTHS
@@ -140,7 +141,9 @@ def _compare(args: argparse.Namespace) -> bytes:
     options = parsed_flags(args.script_flags, balance="")
     if options.get("use_megatron_fsdp") or options.get("use_torch_fsdp2"):
         topology = replace(topology, fully_sharded=True)
-    costs = CompareCosts(args.cost, args.model, args.device, record, limits.max_tokens_per_gpu or 0, options)
+    seconds = None if args.cost in (None, "tokens", "flops") else Calibration.read(Path(args.cost))
+    cap = limits.max_tokens_per_gpu or 0
+    costs = CompareCosts(args.cost, args.model, args.device, record, cap, options, seconds)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
     batches = read_batches(args, record=record, topology=topology, limits=limits)
@@ -170,7 +173,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     for note in (
         *reasons,
         *batches.notes,
-        costs.extrapolation(int(lengths.max())),
+        "" if seconds is None else seconds.extrapolation(int(lengths.max())),
         costs.split_advice(topology, lengths),
     ):
         if note:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,36 +19,20 @@ from numpy.typing import NDArray
 
 from megatron_balance.cli.terminal import in_a_line
 from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
-from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
-    BETWEEN_NODES,
-    GPUS_PER_NODE,
-    WITHIN_NODE,
+    RunCosts,
     default_attention_rate,
     find_shape,
-    resolve_cost,
-    resolve_exchange,
-    resolve_gather,
+    layout_of,
+    run_costs,
     split_advice,
 )
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.record import RunRecord
 from megatron_balance.report.figures import TimeScale
 from megatron_balance.topology import Topology
-
-_RECEIVED = ("cp_exchange", "cp_all_to_all", "cp_all_gather")
-_LAYOUT_OPTIONS = (
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,24 +45,20 @@ class CompareCosts:
     record: RunRecord | None
     max_tokens_per_gpu: int  # of a full pack
     script_options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the training script
-    fitted: Calibration | None = None  # seconds in place of those of a file
+    calibration: Calibration | None = None  # that of `--cost`, or what was fitted
 
     @cached_property
     def rates(self) -> tuple[float, float] | None:
         """TFLOPS of all that is linear and of attention on `--device`."""
         if self.device is None:
             return None
-        if self.name != "flops":
-            raise BalanceError(
-                f"--device is {self.device!r}, but the cost is {self.name}, not FLOPs: add --model, or drop it."
-            )
         rates: list[float] = []
         with suppress(ValueError):
             rates = [float(rate) for rate in self.device.split(",")]
-        if len(rates) not in (1, 2) or not all(0 < rate < float("inf") for rate in rates):
+        if self.name != "flops" or len(rates) not in (1, 2) or not all(0 < rate < float("inf") for rate in rates):
             raise BalanceError(
-                f"--device is {self.device!r}: give TFLOPS above 0, LINEAR or LINEAR,ATTENTION (published ones are in "
-                "docs/cost-model.md)."
+                f"--device is {self.device!r}, the cost {self.name}: give TFLOPS above 0, LINEAR or LINEAR,ATTENTION "
+                "(published ones are in docs/cost-model.md), and FLOPs as the cost (--model)."
             )
         return rates[0], rates[-1] if len(rates) > 1 else rates[0] * self.default_rate
 
@@ -91,125 +70,56 @@ class CompareCosts:
     @property
     def default_rate(self) -> float:
         """The rate that training takes without a flag, in bf16."""
-        return default_attention_rate(None if self.shape is None else self.shape.num_experts)
+        return default_attention_rate(0 if self.shape is None else self.shape.num_experts)
 
     @property
     def name(self) -> str:
         """`tokens`, `flops` or `seconds`."""
-        if self.cost is not None:
-            return self.cost if self.cost in ("tokens", "flops") else "seconds"
-        if self.model is not None:
-            return "flops"
-        return "tokens" if self.record is None else self.record.info.cost_name
+        if self.calibration is not None:
+            return "seconds"
+        recorded = "tokens" if self.record is None else self.record.info.cost_name
+        return self.cost or (recorded if self.model is None else "flops")
 
     @cached_property
     def shape(self) -> ModelShape | None:
         """The model of `--model`."""
         return None if self.model is None else find_shape(self.model)
 
-    @cached_property
-    def calibration(self) -> Calibration | None:
-        """The seconds.json of `--cost`, or what was fitted."""
-        if self.cost is None or not self.cost.endswith(".json"):
-            return None
-        return self.fitted or Calibration.read(Path(self.cost))
-
-    def extrapolation(self, longest: int) -> str:
-        """A notice where sequences are longer than those that were measured; empty where they are not."""
-        return "" if self.calibration is None else self.calibration.extrapolation(longest)
-
-    def planning(self, name: str, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
-        """The cost model that training plans with on these ranks, by a name; packs are full up to the cap."""
-        if self.record is None or self.cost is not None or self.model is not None:
-            cost_model = resolve_cost(
-                self.calibration or self.cost if name == "seconds" else name,
-                model=self.shape,
-                ep_size=topology.ep_size,
-                model_parallel_size=topology.model_parallel_size,
-                attention_rate=self.attention_rate,
-                pack_tokens=self.max_tokens_per_gpu * topology.cp_size if pack_tokens is None else pack_tokens,
-                layout=self._layout(topology),
-            )
-        else:
-            cost_model, recorded = self.record.info.cost_model, self.record.info.topology
-            if name == "flops":  # a run plans with the fixed costs of all its context-parallel ranks
-                fixed = cost_model.per_microbatch // (1 if recorded.dynamic_cp else recorded.cp_size)
-                gather = cost_model.gather // (1 if recorded.dynamic_cp else recorded.cp_size)
-                cost_model = replace(cost_model, per_microbatch=fixed, gather=gather)
-        if name != "tokens":
-            cost_model = replace(cost_model, gather=cost_model.gather or self._gather(topology)[0])
-        received = dict.fromkeys(_RECEIVED, 0) | (self._exchange(topology) if topology.dynamic_cp else {})
-        cost_model = replace(cost_model, **received)
-        is_shared = name == "flops" and not topology.dynamic_cp
-        return cost_model.summed_over_cp(topology.cp_size) if is_shared else cost_model
-
-    @property
-    def _layout_flags(self) -> list[str]:
-        return [f"--{name.replace('_', '-')}" for name in _LAYOUT_OPTIONS if self.script_options.get(name)]
-
-    def _layout(self, topology: Topology) -> PipelineLayout | None:
-        """The split of layers by the script's flags, else as many on every stage; the last has the output layer."""
-        shape, stages = self.shape, topology.pp_size
-        if shape is None or stages == 1:
-            return None
-        if not self._layout_flags:
-            return PipelineLayout.even_split(shape.num_layers, pp_size=stages, vpp_size=topology.vpp_size)
-        options = {"num_virtual_stages_per_pipeline_rank": topology.vpp_size, **self.script_options}
-        layout = PipelineLayout.from_options({**options, "pipeline_model_parallel_size": stages}, shape=shape)
-        if layout is None or len(layout.num_layers) != stages * topology.vpp_size or _LAYOUT_OPTIONS[-1] in options:
-            raise BalanceError(
-                f"after --: {', '.join(self._layout_flags)}: compare needs a split of {shape.num_layers} layers into "
-                f"{stages} stages of {topology.vpp_size} chunks: correct or drop them."
-            )
-        return layout
-
-    def split_advice(self, topology: Topology, lengths: NDArray[np.int64]) -> str:
-        """A sentence on another split of the layers; empty where none would pay, or costs are not FLOPs."""
-        shape, layout = self.shape, self._layout(topology)
-        if shape is None or layout is None or self.name != "flops":
-            return ""
-        advice = split_advice(layout, shape=shape, lengths=lengths, attention_rate=self.attention_rate)
-        return advice and f"with {'the' if self._layout_flags else 'an even'} split of layers {advice}"
-
-    def judging(self, topology: Topology, *, pack_tokens: int | None = None) -> CostModel:
-        """The cost model that judges plans on these ranks, with what context-parallel ranks receive."""
-        cost_model, cp_size = self.planning(self.name, topology, pack_tokens=pack_tokens), topology.cp_size
-        if topology.dynamic_cp:
-            return cost_model
-        summed = replace(cost_model, **self._exchange(topology)).summed_over_cp(cp_size)
-        if self.name == "seconds":  # its costs are those of one rank already
-            waits = (summed.linear - cost_model.linear) // cp_size
-            received = summed.cp_received // cp_size
-            return replace(cost_model, linear=cost_model.linear + waits, cp_received=received)
-        return replace(summed, per_microbatch=cost_model.per_microbatch, gather=cost_model.gather)
-
-    def _gather(self, topology: Topology) -> tuple[int, str]:
-        """`CostModel.gather` on these ranks, and the bandwidth as text; 0 without a model or FSDP."""
+    def _known_shape(self) -> ModelShape:
         if self.shape is None:
-            return 0, ""
-        return resolve_gather(
-            {"use_megatron_fsdp": topology.fully_sharded, **self.script_options},
-            shape=self.shape,
+            raise BalanceError("the cost is flops, but the model is missing: add --model.")
+        return self.shape
+
+    def on(self, topology: Topology, *, name: str = "", pack_tokens: int | None = None) -> RunCosts:
+        """The costs of training on these ranks, by the name that judges or another; packs are full up to the cap."""
+        name, record = name or self.name, self.record
+        if record is not None and self.cost is None and self.model is None and self.calibration is None:
+            costs = record.info.cost_model
+            if record.info.topology.dynamic_cp and not topology.dynamic_cp and name != "tokens":
+                adapted = costs.of_rank if name == "seconds" else costs.summed_over_cp
+                costs = adapted(cp_size=topology.cp_size)
+            return RunCosts(costs, name)
+        options = {
+            "use_megatron_fsdp": topology.fully_sharded,
+            **self.script_options,
+            "balance_cost": name,
+            "balance_attention_rate": None if self.rates is None else self.attention_rate,
+            "max_tokens_per_gpu": self.max_tokens_per_gpu if pack_tokens is None else pack_tokens // topology.cp_size,
+        }
+        return run_costs(
+            options,
             topology=topology,
-            calibration=self.calibration,
+            shape=self._known_shape,
+            calibration=self.calibration if name == "seconds" else None,
             tflops=ASSUMED_TFLOPS if self.rates is None else self.rates[0],
         )
 
-    def _exchange(self, topology: Topology) -> dict[str, int]:
-        """What a CostModel counts as received on these ranks; none if it is not known, or the cost is tokens."""
-        if self.name == "tokens":
-            return {}
-        if self.calibration is None and self.record is not None and self.model is None:
-            return {name: getattr(self.record.info.cost_model, name) for name in _RECEIVED}
-        tflops = ASSUMED_TFLOPS if self.rates is None else self.rates[0]
-        exchange, _ = resolve_exchange(
-            self.shape,
-            bytes_per_second=_link(topology)[0] * 1e9,
-            calibration=self.calibration,
-            tp_size=topology.tp_size,
-            tflops=tflops,
-        )
-        return exchange
+    def split_advice(self, topology: Topology, lengths: NDArray[np.int64]) -> str:
+        """A sentence on another split of the layers; empty where none would pay, or costs are not FLOPs."""
+        if self.shape is None or self.name != "flops":
+            return ""
+        layout = layout_of(self.script_options, topology=topology, shape=self.shape)
+        return split_advice(layout, shape=self.shape, lengths=lengths, attention_rate=self.attention_rate)
 
     @property
     def assumes_bandwidth(self) -> bool:
@@ -218,7 +128,8 @@ class CompareCosts:
 
     def knows_exchange(self, topology: Topology) -> bool:
         """What context-parallel ranks would receive is known."""
-        return any(self._exchange(topology).values())
+        costs = self.on(topology).model
+        return any((costs.cp_exchange, costs.cp_all_to_all, costs.cp_all_gather))
 
     def scale(self, topology: Topology) -> TimeScale:
         """From the cost that judges on these ranks to time on one pipeline stage."""
@@ -232,21 +143,7 @@ class CompareCosts:
         names = {"flops": f"FLOPs of {in_a_line(self.model)}" if self.model else "FLOPs", "seconds": "seconds of a run"}
         text = names.get(self.name, self.name)
         if self.rates is not None:
-            text += " at {:g} TFLOPS a GPU, attention at {:g} (r = {:g})".format(*self.rates, self.attention_rate)
-        elif self.name == "flops" and self.record is None:
-            text += f", attention at {self.attention_rate:g} times the rate of all else, as in training without a flag"
-        if self.rates is None and self.name != "seconds":
-            model = "" if self.name == "flops" and self.record is None else "--model and "
-            text += f". For seconds add {model}--device, or --cost seconds.json"
-        if self.shape is not None and self.knows_exchange(topology):
-            text += ". Context-parallel ranks receive {:g} GB/s, an assumption for {}".format(*_link(topology))
-        if self.name != "tokens" and (link := self._gather(topology)[1]):
-            text += f". FSDP gathers weights at {link}"
-        return text
-
-
-def _link(topology: Topology) -> tuple[float, str]:
-    """GB/s between context-parallel ranks, and what they are assumed for."""
-    if topology.num_gpus <= GPUS_PER_NODE:
-        return WITHIN_NODE / 1e9, f"at most {GPUS_PER_NODE} GPUs"
-    return BETWEEN_NODES / 1e9, "several nodes"
+            text += f" at {self.rates[0]:g} TFLOPS a GPU"
+        elif self.name != "seconds":
+            text += ". For seconds add --model and --device, or --cost seconds.json"
+        return ". ".join([text, *(line.removesuffix(".") for line in self.on(topology).log_lines)])

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_balance.cli.costs import GPUS_PER_NODE, CompareCosts
+from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cost.model import CostModel
+from megatron_balance.cost.rates import GPUS_PER_NODE
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.rules import problems
@@ -107,10 +108,10 @@ class Comparison:
         if costs.attention_rate != costs.default_rate:
             flags += f" --balance-attention-rate {costs.attention_rate:g}"
         if costs.name == "flops" or costs.shape is not None:
-            policies.append(Policy("by-flops", flags, costs.planning("flops", self.topology)))
+            policies.append(Policy("by-flops", flags, costs.on(self.topology, name="flops").model))
         if costs.name == "seconds":
             flags = flags.partition(" --balance-by-flops")[0] + f" --balance-cost {costs.cost or 'seconds.json'}"
-            policies.append(Policy("calibrated", flags, costs.planning("seconds", self.topology)))
+            policies.append(Policy("calibrated", flags, costs.on(self.topology, name="seconds").model))
         reasons = list[str]()
         if self.shares and self.topology.cp_size > 1:
             reasons.append("share-prefixes is not compared: context-parallel ranks cut samples; drop --cp-size")
@@ -122,7 +123,7 @@ class Comparison:
             if not costs.knows_exchange(dynamic):
                 reasons.append("dynamic CP is not compared: what its ranks would receive is not known: add --model")
             else:
-                policies.append(Policy("dynamic-cp", flags, costs.planning(costs.name, dynamic), dynamic_cp=True))
+                policies.append(Policy("dynamic-cp", flags, costs.on(dynamic).model, dynamic_cp=True))
         refusals = {policy.name: problems(self.options(policy))[:1] for policy in policies[1:]}
         reasons += [f"{name} is not compared: {problem}" for name, first in refusals.items() for problem in first]
         return [policy for policy in policies if not refusals.get(policy.name)], reasons
@@ -181,7 +182,7 @@ class Comparison:
         """The plans of a policy, judged as those of all others; stock has a sample, or `row_tokens`, in each pack."""
         topology = steps[0].topology
         info = RunInfo(
-            cost_model=self.costs.judging(topology, pack_tokens=None if policy.flags else row_tokens or 0),
+            cost_model=self.costs.on(topology, pack_tokens=None if policy.flags else row_tokens or 0).model,
             cost_name=self.costs.name,
             topology=topology,
             limits=self.limits,

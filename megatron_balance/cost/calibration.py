@@ -67,13 +67,11 @@ class Calibration:
         notice = f"the costs were measured on sequences of up to {measured} tokens: up to {longest} is extrapolated."
         return notice if longest > measured else ""
 
-    def cost_model(self, *, ep_size: int = 1, model_parallel_size: int = 1) -> CostModel:
-        """The costs of one of `model_parallel_size` ranks, which share tokens and heads; each pays for launches."""
-        costs, share = self.costs, 1 / model_parallel_size
-        if ep_size == 1:
-            costs = replace(costs, linear=costs.linear + costs.expert_linear, expert_linear=0)
-        shared = {name: round(share * cost) for name, cost in costs.terms().items()}
-        return costs.with_terms(shared | {"per_microbatch": costs.per_microbatch})
+    def cost_model(self, *, ep_size: int = 1) -> CostModel:
+        """The costs of the whole model on one rank, those of experts apart where ranks share them."""
+        if ep_size > 1:
+            return self.costs
+        return replace(self.costs, linear=self.costs.linear + self.costs.expert_linear, expert_linear=0)
 
     def write(self, path: Path) -> None:
         """Write seconds.json."""

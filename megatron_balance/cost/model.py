@@ -228,6 +228,12 @@ class CostModel:
             cp_received=self.cp_received + self.cp_exchange * (cp_size - 1),
         )
 
+    def of_rank(self, *, tp_size: int = 1, cp_size: int = 1) -> CostModel:
+        """The costs of one of the ranks that share tokens and heads; each pays for launches."""
+        summed = self if cp_size == 1 else self.summed_over_cp(cp_size)
+        terms = {name: round(cost / (tp_size * cp_size)) for name, cost in summed.terms().items()}
+        return summed.with_terms(terms | {"per_microbatch": self.per_microbatch})
+
     def __call__(self, lengths: Any) -> Any:
         """Cost of samples with the work of routed experts, unscaled, exact; `lengths` as for `local_cost`."""
         return replace(self, linear=self.linear + self.expert_linear).local_cost(lengths)

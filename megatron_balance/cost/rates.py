@@ -1,9 +1,10 @@
-"""Costs by name, rates of attention and of links, and the split of layers that would even pipeline stages."""
+"""Costs by name, as an adapter asks for them and as the options of a run choose them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,49 @@ ASSUMED_TFLOPS = 400.0
 SPLIT_GAIN = 0.03
 """Another split of layers is advised where the costliest stage loses so much of the mean."""
 
+Model = ModelShape | Mapping[str, Any] | str | Path
+"""A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
 
-def default_attention_rate(num_experts: int | None = None, *, fp8: bool = False) -> float:
+
+def find_shape(model: Model) -> ModelShape:
+    """The shape of a model, from a preset's name or a `config.json`."""
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, Mapping) or Path(model).suffix == ".json" or Path(model).is_dir():
+        return ModelShape.from_hf_config(model)
+    return ModelShape.preset(str(model))
+
+
+def resolve_cost(cost: str | Calibration | None = None, *, model: Model | None = None, ep_size: int = 1) -> CostModel:
+    """Resolves a cost's name: `tokens`, `flops` or a seconds.json; by default flops where there is a model.
+
+    Seconds are those of the whole model on one rank.
+    """
+    if isinstance(cost, str) and cost.endswith(".json"):
+        cost = Calibration.read(Path(cost))
+    if isinstance(cost, Calibration):
+        return cost.cost_model(ep_size=ep_size)
+    if cost == "tokens" or (cost is None and model is None):
+        return CostModel.tokens()
+    if cost in (None, "flops") and model is not None:
+        return CostModel.from_shape(find_shape(model), ep_size=ep_size)
+    raise BalanceError(
+        f"the cost (--cost) is {cost!r}: it must be tokens, the path of a seconds.json, or flops with a model "
+        "(--model): a preset, or the path of a Hugging Face config.json."
+    )
+
+
+def default_attention_rate(num_experts: int, *, fp8: bool = False) -> float:
     """The rate that training takes without `--balance-attention-rate`."""
     return ATTENTION_RATES["moe" if num_experts else "dense", "fp8" if fp8 else "bf16"]
+
+
+def assumed_link(topology: Topology) -> float:
+    """Bytes a second between the ranks of the largest context-parallel group."""
+    # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and launchers put
+    # consecutive ranks on a node.
+    group = topology.tp_size * topology.dynamic_cp_sizes[-1]
+    return BETWEEN_NODES if topology.num_gpus > GPUS_PER_NODE and GPUS_PER_NODE % group else WITHIN_NODE
 
 
 def exchange_costs(
@@ -57,150 +97,136 @@ def exchange_costs(
     return {name: round(number * 2 * tflops * 1e12 / bytes_per_second) for name, number in numbers.items()}
 
 
-def resolve_exchange(
-    shape: ModelShape | Callable[[], ModelShape] | None,
-    *,
-    bytes_per_second: float,
-    calibration: Calibration | None = None,
-    tp_size: int = 1,
-    tflops: float = ASSUMED_TFLOPS,
-) -> tuple[dict[str, int], bool]:
-    """Coefficients as of `exchange_costs`, and whether they were measured: by the run of `calibration`, or assumed.
+def _gathered_weights(options: Mapping[str, Any], *, shape: ModelShape, topology: Topology) -> int:
+    """Weights that FSDP gathers in a pass on all tensor-parallel ranks, without embeddings; 0 where it gathers none."""
+    strategy = options.get("data_parallel_sharding_strategy", "optim_grads_params")
+    is_sharded = options.get("use_megatron_fsdp") and strategy == "optim_grads_params"
+    if not (is_sharded or options.get("use_torch_fsdp2")):
+        return 0
+    # A weight takes part in two FLOPs a token, an expert's in those of the tokens that visit it.
+    flops = fwd_flops(shape)
+    experts = flops.expert_linear // 2 * shape.num_experts // max(shape.moe_router_topk, 1)
+    return flops.linear // 2 + experts * topology.tp_size // (topology.ep_size * topology.etp_size)
 
-    None of them where neither is known. A shape may be a function that reads it, where that is needed.
+
+@dataclass(frozen=True)
+class RunCosts:
+    """The cost of a sample: tokens, the FLOPs of its model, or measured seconds; lines for the log.
+
+    `attention_rate` is that which FLOPs are weighed by, None for other costs.
     """
-    if calibration is not None:
-        # The file is of all heads; each tensor-parallel rank receives its own.
-        if measured := calibration.cost_model(model_parallel_size=tp_size).cp_exchange:
-            return {"cp_exchange": measured}, True
-        tflops = UNITS_PER_SECOND / 1e12 / tp_size  # FLOPs at the second rate are attoseconds
-    if shape is None:
-        return {}, False
-    shape = shape if isinstance(shape, ModelShape) else shape()
-    return exchange_costs(shape, bytes_per_second=bytes_per_second, tflops=tflops, tp_size=tp_size), False
+
+    model: CostModel
+    name: str = "tokens"
+    attention_rate: float | None = None
+    log_lines: tuple[str, ...] = field(default=(), repr=False)
 
 
-def resolve_gather(
+def run_costs(
     options: Mapping[str, Any],
     *,
-    shape: ModelShape | Callable[[], ModelShape],
     topology: Topology,
+    shape: Callable[[], ModelShape],
+    cost: CostModel | None = None,
     calibration: Calibration | None = None,
     tflops: float = ASSUMED_TFLOPS,
-) -> tuple[int, str]:
-    """`CostModel.gather` of a model, and its bandwidth as text; 0 where Megatron's options gather no weights.
+) -> RunCosts:
+    """The costs that Megatron's options and the balance flags choose.
 
-    A rank gathers its shard of the weights in every pass, two bytes each. Between nodes the ranks of a group on one
-    node are assumed to share their links, eight of 400 Gb/s for eight GPUs (NVIDIA DGX H100 data sheet).
-
-    Examples:
-        >>> options, shape = {"use_torch_fsdp2": True}, ModelShape.preset("Qwen3-8B")
-        >>> cost, text = resolve_gather(options, shape=shape, topology=Topology(64))
-        >>> text, round(cost / fwd_flops(shape).linear)  # as long as the forward pass of so many tokens
-        ('400 GB/s, assumed for 8 GPUs a node; --balance-fsdp-bandwidth sets it', 2000)
+    `cost` is one in place of FLOPs, `calibration` one in place of what `--balance-cost` names. FLOPs are those of all
+    ranks of a replica, or with dynamic context-parallel sizes of all tensor-parallel ranks; seconds are of each rank.
+    `tflops` of what is linear compare a time with FLOPs.
     """
-    num_gathers = 0
-    if options.get("use_torch_fsdp2"):
-        num_gathers = 1 + bool(options.get("torch_fsdp2_reshard_after_forward", True))
-    elif options.get("use_megatron_fsdp"):
-        strategy = options.get("data_parallel_sharding_strategy", "optim_grads_params")
-        num_gathers = 2 * (strategy == "optim_grads_params")
-    if not num_gathers:
-        return 0, ""
+    choice = options.get("balance_cost") or "tokens"
+    if calibration is None and choice not in ("tokens", "flops") and choice.partition(":")[0] != "auto":
+        calibration = Calibration.read(Path(choice))
+    # Costs that are given are complete, but for what dynamic sizes add.
+    receives = topology.dynamic_cp or (topology.cp_size > 1 and cost is None)
+    name, rate, model, log_lines = "flops", None, None, list[str]()
     if calibration is not None:
-        tflops = UNITS_PER_SECOND / 1e12 / topology.tp_size
-    model = shape if isinstance(shape, ModelShape) else shape()
-    # A weight takes part in two FLOPs a token. Embeddings and the encoder of images are not counted.
-    experts = fwd_flops(model).expert_linear // 2 * model.num_experts // max(model.moe_router_topk, 1)
-    expert_ranks = topology.ep_size * topology.etp_size
-    # Costs are those of all tensor-parallel ranks together.
-    num_weights = fwd_flops(model).linear // 2 + experts * topology.tp_size // expert_ranks
-    link = (options.get("balance_fsdp_bandwidth") or 0) * 1e9
-    text = f"{link / 1e9:g} GB/s by --balance-fsdp-bandwidth"
-    if not link:
-        link = WITHIN_NODE
-        if topology.num_gpus > GPUS_PER_NODE:
-            link = min(BETWEEN_NODES * max(GPUS_PER_NODE // topology.tp_size, 1), WITHIN_NODE)
-        text = f"{link / 1e9:g} GB/s, assumed for {GPUS_PER_NODE} GPUs a node; --balance-fsdp-bandwidth sets it"
-    return round(num_gathers * 2 * num_weights * tflops * 1e12 / link), text
-
-
-Model = ModelShape | Mapping[str, Any] | str | Path
-"""A shape, the content of a Hugging Face config.json, its path or its folder's, or the name of a preset."""
-
-
-def find_shape(model: Model) -> ModelShape:
-    """The shape of a model, from a preset's name or a `config.json`."""
-    if isinstance(model, ModelShape):
-        return model
-    if isinstance(model, Mapping) or Path(model).suffix == ".json" or Path(model).is_dir():
-        return ModelShape.from_hf_config(model)
-    return ModelShape.preset(str(model))
-
-
-def resolve_cost(
-    cost: str | Calibration | None = None,
-    *,
-    model: Model | None = None,
-    ep_size: int = 1,
-    model_parallel_size: int = 1,
-    attention_rate: float = 1.0,
-    pack_tokens: int = 0,
-    layout: PipelineLayout | None = None,
-) -> CostModel:
-    """Resolves `--cost`: `tokens`, `flops` or a seconds.json; by default flops where there is a model, else tokens.
-
-    `model_parallel_size`, tensor- times context-parallel ranks, is for the seconds of a file, which are those of one;
-    `attention_rate`, of attention over all else, and `pack_tokens` of a full pack for FLOPs. `layout` of the model's
-    pipeline stages: seconds and tokens are shared among them as FLOPs are.
-    """
+        name, cost = "seconds", calibration.cost_model(ep_size=topology.ep_size)
+        tflops = UNITS_PER_SECOND / 1e12  # FLOPs at this rate take attoseconds
+        if notice := calibration.extrapolation(options.get("seq_length") or 0):
+            log_lines.append(f"WARNING: --balance-cost {choice}: {notice}")
+    elif choice == "tokens":
+        name, cost = "tokens", CostModel.tokens()
+        if topology.dynamic_cp or topology.fully_sharded:
+            log_lines.append("Tokens do not count what a rank receives from others: add --balance-cost flops.")
     if cost is None:
-        cost = "tokens" if model is None else "flops"
-    if cost == "tokens":
-        if layout is None or model is None:
-            return CostModel.tokens()
-        return replace(CostModel.tokens(), stages=CostModel.from_shape(find_shape(model), layout=layout).stages)
-    if cost == "flops":
-        if model is None:
-            raise BalanceError(
-                "the cost is flops, but the model is missing (--model): give the path of a Hugging Face config.json, "
-                "or a preset (compare --help)."
-            )
-        return CostModel.from_shape(
-            find_shape(model), ep_size=ep_size, attention_tflops=attention_rate, pack_tokens=pack_tokens, layout=layout
+        model, rate, reason = shape(), options.get("balance_attention_rate"), "--balance-attention-rate"
+        if rate is None:
+            rate = default_attention_rate(model.num_experts, fp8=bool(options.get("fp8")))
+            reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
+        log_lines.append(f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.")
+        cost = CostModel.from_shape(
+            model,
+            ep_size=topology.ep_size,
+            attention_tflops=rate,
+            pack_tokens=(options.get("max_tokens_per_gpu") or 0) * topology.cp_size,
+            layout=layout_of(options, topology=topology, shape=model),
         )
-    if isinstance(cost, str) and cost.endswith(".json"):
-        cost = Calibration.read(Path(cost))
-    if isinstance(cost, Calibration):
-        stages = None
-        if layout is not None and model is not None:
-            stages = CostModel.from_shape(find_shape(model), ep_size=ep_size, layout=layout).stages
-        seconds = cost.cost_model(ep_size=ep_size, model_parallel_size=model_parallel_size)
-        return replace(seconds, stages=stages)
-    raise BalanceError(f"the cost (--cost) is {cost!r}: it must be tokens, flops or the path of a seconds.json.")
+    else:
+        with suppress(BalanceError):  # where FLOPs are not known, stages take equal parts
+            model = shape()
+            layout, ep_size = layout_of(options, topology=topology, shape=model), topology.ep_size
+            flops = CostModel.from_shape(model, ep_size=ep_size if cost.expert_linear else 1, layout=layout)
+            cost = replace(cost, stages=cost.stages or flops.stages)
+    if name == "tokens":
+        return RunCosts(cost, name, log_lines=tuple(log_lines))
+    if model is not None and receives and not cost.cp_exchange:
+        link = assumed_link(topology)
+        cost = replace(cost, **exchange_costs(model, bytes_per_second=link, tflops=tflops, tp_size=topology.tp_size))
+        log_lines.append(
+            f"Context-parallel ranks receive {link / 1e9:g} GB/s, an assumption; megatron-balance fit measures it in a "
+            "run with --balance-dynamic-cp."
+        )
+    if (
+        model is not None
+        and not cost.gather
+        and (num_weights := _gathered_weights(options, shape=model, topology=topology))
+    ):
+        # Ranks of a group on one node share its links to others, eight of 400 Gb/s (NVIDIA DGX H100 data sheet).
+        link = min(BETWEEN_NODES * max(GPUS_PER_NODE // topology.tp_size, 1), WITHIN_NODE)
+        link = link if topology.num_gpus > GPUS_PER_NODE else WITHIN_NODE
+        # In both passes, two bytes each.
+        cost = replace(cost, gather=round(2 * 2 * num_weights * tflops * 1e12 / link))
+        log_lines.append(f"FSDP gathers weights in every micro-batch at {link / 1e9:g} GB/s, an assumption.")
+    if calibration is not None:
+        cost = cost.of_rank(tp_size=topology.tp_size, cp_size=1 if topology.dynamic_cp else topology.cp_size)
+    elif not topology.dynamic_cp:
+        cost = cost.summed_over_cp(topology.cp_size)
+    return RunCosts(cost, name, rate, tuple(log_lines))
 
 
-def split_advice(
-    layout: PipelineLayout, *, shape: ModelShape, lengths: Any, attention_rate: float = 1.0, pack_tokens: int = 0
-) -> str:
-    """A sentence on the costliest stage, and the flags that would even the stages; empty where none would pay."""
+def layout_of(options: Mapping[str, Any], *, topology: Topology, shape: ModelShape) -> PipelineLayout | None:
+    """The split of layers that the options choose, else as many on every stage; None for one stage."""
+    stages, chunks = topology.pp_size, topology.vpp_size
+    if stages == 1:
+        return None
+    sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": chunks}
+    layout = PipelineLayout.from_options({**options, **sizes}, shape=shape)
+    if layout is None or len(layout.num_layers) != stages * chunks:
+        return PipelineLayout.even_split(shape.num_layers, pp_size=stages, vpp_size=chunks)
+    return layout
+
+
+def split_advice(layout: PipelineLayout | None, *, shape: ModelShape, lengths: Any, attention_rate: float = 1.0) -> str:
+    """A sentence on the costliest stage, and the flag that would even the stages; empty where none would pay."""
 
     def loads(layout: PipelineLayout) -> list[float]:
-        model = resolve_cost(
-            "flops", model=shape, attention_rate=attention_rate, pack_tokens=pack_tokens, layout=layout
-        )
+        model = CostModel.from_shape(shape, attention_tflops=attention_rate, layout=layout)
         return model.stages.loads(model, lengths) if model.stages else [1.0]
 
+    if layout is None:
+        return ""
     current = loads(layout)
-    splits = [(max(loads(split)), flags) for flags, split in layout.alternatives(shape).items()]
-    # Of splits that are about as good the one that is simpler to say.
-    best = min(
-        splits, default=(max(current), ""), key=lambda split: (split[0] // SPLIT_GAIN, "|" in split[1], len(split[1]))
+    largest = max(current)
+    least, flag = min(
+        ((max(loads(split)), flag) for flag, split in layout.alternatives(shape).items()), default=(largest, "")
     )
-    least, flags = best
-    if max(current) < least + SPLIT_GAIN:
+    if largest < least + SPLIT_GAIN:
         return ""
     return (
-        f"pipeline stage {current.index(max(current)) + 1} of {len(current)} computes {max(current):.2f} times the "
-        f"mean; {flags} makes that {least:.2f}."
+        f"pipeline stage {current.index(largest) + 1} of {len(current)} computes {largest:.2f} times the mean; {flag} "
+        f"makes that {least:.2f}."
     )

@@ -15,11 +15,13 @@ from importlib import metadata
 
 import torch
 
+from megatron_balance.cost.rates import run_costs, split_advice
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import hooks_of_release, install_hooks
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.rules import cautions, nothing_balances, problems
-from megatron_balance.mcore.setup.settings import logits_caution, logits_nbytes, policy_of, run_costs, topology_of
+from megatron_balance.mcore.setup.settings import logits_caution, logits_nbytes, policy_of, topology_of
+from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
 from megatron_balance.runtime.rendezvous import Finding
@@ -158,8 +160,11 @@ def check_flags(flags: Sequence[str]) -> Iterator[Finding]:
             yield Finding(True, f"open files: a rank of {args.world_size} (WORLD_SIZE) needs up to {num_files}")
             costs = run_costs(options, topology=topology, shape=lambda: ModelShape.from_megatron_args(args))
             yield from (Finding(True, line) for line in costs.log_lines)
-            if costs.advice and knows_vocabulary:
-                yield Finding(True, costs.advice, is_note=True)
+            if costs.attention_rate is not None and knows_vocabulary:
+                shape = ModelShape.from_megatron_args(args)
+                layout, rate = PipelineLayout.from_options(options, shape=shape), costs.attention_rate
+                if advice := split_advice(layout, shape=shape, lengths=[args.seq_length], attention_rate=rate):
+                    yield Finding(True, advice, is_note=True)
             nbytes, flag = logits_nbytes(options, topology=topology)
             if nbytes and knows_vocabulary:
                 yield Finding(True, f"{flag}: logits take up to {nbytes / 2**30:.2f} GiB in fp32 on the last stage")

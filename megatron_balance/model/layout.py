@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.errors import BalanceError
@@ -84,24 +84,13 @@ class PipelineLayout:
         return cls(stages, tuple(num_layers), mtp_chunk)
 
     def alternatives(self, shape: ModelShape) -> dict[str, PipelineLayout]:
-        """Other splits of the layers that Megatron takes for this model, by the flags to set."""
-        stages, layers, vpp_size = self.pp_size, shape.num_layers, len(self.num_layers) // self.pp_size
-        if "|" in shape.hybrid_layer_pattern:  # its separators are the layout
-            return {}
+        """Splits with fewer layers beside the output layer, by the flag to set; none for a hybrid model's pattern."""
         result: dict[str, PipelineLayout] = {}
-        ends = range(0, 2 * layers // stages + 1, vpp_size)
-        for first, last in product(ends, ends[1:]):
-            middle, left = stages - 1 - (first > 0), layers - first - last
-            if middle and left > 0 and left % (middle * vpp_size) == 0:
-                counts = (first or left // middle, *[left // middle] * (stages - 2), last)
-                flags = f"--decoder-first-pipeline-num-layers {first} " if first else ""
-                flags += f"--decoder-last-pipeline-num-layers {last}"
-                flags += f" --num-virtual-stages-per-pipeline-rank {vpp_size}" if vpp_size > 1 else ""
-                result[flags] = PipelineLayout(stages, tuple(count // vpp_size for count in counts) * vpp_size)
-        for last in range(0 if shape.hybrid_layer_pattern else layers // len(self.num_layers) + 1):
-            counts = PipelineLayout.even_split(layers - last, pp_size=len(self.num_layers) - 1).num_layers
+        chunks = len(self.num_layers)
+        for last in range(0 if shape.hybrid_layer_pattern else shape.num_layers // chunks + 1):
+            counts = PipelineLayout.even_split(shape.num_layers - last, pp_size=chunks - 1).num_layers
             text = f"E{'|'.join(f't*{count}' for count in counts)}|t*{last}{'m' * shape.mtp_num_layers}L"
-            layout = PipelineLayout(stages, (*counts, last))
+            layout = PipelineLayout(self.pp_size, (*counts, last))
             result[f"--pipeline-model-parallel-layout '{text.replace('t*0', '')}'"] = layout
         return result
 

@@ -34,7 +34,7 @@ def fit_record(record: RunRecord) -> tuple[Fit, Calibration]:
         measured = measurements(record)
         fit = fit_microbatches(measured, cost_model=info.cost_model)
         calibration = _costs(fit, info=info, longest=longest, num_measured=measured.seconds.size)
-        costs = calibration.cost_model(ep_size=topology.ep_size, model_parallel_size=sizes)
+        costs = calibration.cost_model(ep_size=topology.ep_size).of_rank(tp_size=sizes)
         costs = replace(costs, stages=info.cost_model.stages)
         steps = tuple(replace(step, cost_model=costs) for step in record.steps)
         pairs = zip(steps, record.steps, strict=True)

@@ -14,7 +14,8 @@ from test_options import BALANCED, EXPERTS, PACKED, SHAPE, parsed
 
 from megatron_balance import BalanceError, CostModel, Limits, ModelShape, Topology
 from megatron_balance.cost.calibration import Calibration
-from megatron_balance.mcore.setup.settings import run_costs, settings_of
+from megatron_balance.cost.rates import run_costs
+from megatron_balance.mcore.setup.settings import settings_of
 from megatron_balance.model.layout import PipelineLayout
 
 WITHIN, BETWEEN = 0.0087, 0.078
@@ -86,7 +87,6 @@ FSDP = "--use-megatron-fsdp --use-dynamic-batch-size --max-tokens-per-gpu 8192 -
         ("flops", 2, 400),
         ("flops --data-parallel-sharding-strategy optim_grads_params", 2, 400),
         ("flops --data-parallel-sharding-strategy optim_grads", 0, 400),  # whose weights stay on every rank
-        ("flops --balance-fsdp-bandwidth 25", 2, 25),
         ("flops --tensor-model-parallel-size 8", 2, 50),  # a rank of its group is alone on its node
         ("tokens", 0, 0),
     ],
@@ -94,10 +94,11 @@ FSDP = "--use-megatron-fsdp --use-dynamic-batch-size --max-tokens-per-gpu 8192 -
 def test_fsdp_gathers_weights_in_every_micro_batch(flags, passes, bandwidth):
     fsdp = settings(f"{FSDP} {flags}", shape=ModelShape.preset("Qwen3-8B"))
     weights = 8.19e9 - 0.62e9  # of its card, without the embeddings
-    lines = [line for line in fsdp.log_lines if line.startswith("gathering weights")]
     assert fsdp.costs.model.gather == pytest.approx(passes * 2 * weights / max(bandwidth, 1) * 400e3, rel=0.01)
-    assert len(lines) == ("optim_grads " not in f"{flags} "), "said where it is counted, or could be"
-    assert all(("assumed" in line) is ("flops" in flags and "25" not in flags) for line in lines)
+    assert any(f"gathers weights in every micro-batch at {bandwidth} GB/s" in line for line in fsdp.log_lines) is (
+        passes > 0
+    )
+    assert any("Tokens do not count" in line for line in fsdp.log_lines) is (flags == "tokens")
 
 
 def test_experts_are_gathered_all_on_the_ranks_that_have_them():
@@ -202,22 +203,28 @@ def test_stages_cost_what_their_layers_do(tmp_path, flags, layers):
 
 
 @pytest.mark.parametrize(
-    ("topology", "ranks_of_node", "part"),
+    ("topology", "part"),
     [
-        (Topology(8), 8, 0),  # one size for all
-        (Topology(8, dynamic_cp=True), 8, WITHIN),
-        (Topology(8, dynamic_cp=True), 4, BETWEEN),
-        (Topology(16, dynamic_cp=True, max_cp_size=8), 8, WITHIN),  # groups fit a node
-        (Topology(8, dynamic_cp=True, max_cp_size=4, tp_size=2), 8, WITHIN),
-        (Topology(8, dynamic_cp=True, tp_size=2), 8, BETWEEN),
-        (Topology(16, dynamic_cp=True, max_cp_size=4), 6, BETWEEN),  # from rank 4 on, over the end of a node of 6
-        (Topology(6, dynamic_cp=True), 6, WITHIN),  # there is one node
+        (Topology(8), 0),  # a sample is on one rank
+        (Topology(8, dynamic_cp=True), WITHIN),
+        (Topology(16, dynamic_cp=True), BETWEEN),
+        (Topology(16, dynamic_cp=True, max_cp_size=8), WITHIN),  # groups fit a node of eight
+        (Topology(8, dynamic_cp=True, max_cp_size=4, tp_size=2), WITHIN),
+        (Topology(8, dynamic_cp=True, tp_size=2), BETWEEN),
+        (Topology(4, dynamic_cp=True, tp_size=3), BETWEEN),  # over the end of a node
+        (Topology(6, dynamic_cp=True), WITHIN),  # there is one node
     ],
 )
-def test_groups_within_a_node_exchange_over_its_links(monkeypatch, topology, ranks_of_node, part):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
+def test_groups_within_a_node_exchange_over_its_links(topology, part):
     cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
     assert cost.cp_exchange / cost.linear == pytest.approx(part, rel=0.02)
+
+
+def test_one_size_receives_over_the_same_links():
+    """Fault: it counted in predictions, but not in plans."""
+    for topology, part in ((Topology(8, cp_size=2), WITHIN), (Topology(2, cp_size=16), BETWEEN)):
+        cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
+        assert cost.cp_received / cost.linear == pytest.approx(part * (topology.cp_size - 1), rel=0.02)
 
 
 @pytest.mark.parametrize("dynamic_cp", [False, True])

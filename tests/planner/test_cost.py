@@ -240,7 +240,7 @@ def test_a_file_reads_back_what_was_written_and_names_a_cost(tmp_path):
 
 
 def test_parallel_ranks_share_tokens_but_not_launches():
-    whole, shared = CALIBRATION.cost_model(), CALIBRATION.cost_model(ep_size=8, model_parallel_size=4)
+    whole, shared = CALIBRATION.cost_model(), CALIBRATION.cost_model(ep_size=8).of_rank(tp_size=4)
     assert shared.linear * 4 == pytest.approx(1e12, abs=4)
     assert shared.expert_linear * 4 == pytest.approx(5e11, abs=4)
     assert whole.linear == shared.linear * 4 + shared.expert_linear * 4

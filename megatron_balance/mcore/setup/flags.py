@@ -99,13 +99,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "Without it, what loses least over the published GPUs for the run's precision and kind of model.",
     )
     add(
-        "--balance-fsdp-bandwidth",
-        type=_rate,
-        metavar="GB/s",
-        help="Bandwidth at which a rank gathers weights under FSDP: a micro-batch takes that long at least. Without it "
-        "that of an H100's links, and the log says so.",
-    )
-    add(
         "--balance-objective",
         choices=OBJECTIVES,
         default="auto",

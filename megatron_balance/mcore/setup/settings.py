@@ -4,49 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_balance.cost.calibration import Calibration
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.rates import (
-    ASSUMED_TFLOPS,
-    BETWEEN_NODES,
-    WITHIN_NODE,
-    default_attention_rate,
-    resolve_cost,
-    resolve_exchange,
-    resolve_gather,
-    split_advice,
-)
+from megatron_balance.cost.rates import RunCosts, run_costs
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.mcore.setup.rules import Options, autotuned, cautions, has_delta_net, holds
-from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import device_nbytes, ranks_of_node
+from megatron_balance.runtime.process import device_nbytes
 from megatron_balance.topology import Limits, Topology
-
-
-@dataclass(frozen=True)
-class RunCosts:
-    """The cost of a sample: tokens, the FLOPs of its model, or the seconds of `--balance-cost`; lines for the log.
-
-    `attention_rate` is that which FLOPs are weighed by, None for other costs; `advice` on the split of layers into
-    pipeline stages is for `doctor`.
-    """
-
-    model: CostModel
-    name: str = "tokens"
-    attention_rate: float | None = None
-    log_lines: tuple[str, ...] = field(default=(), repr=False)
-    advice: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,94 +180,6 @@ def _limits(options: Options, micro_batch_size: int) -> Limits:
     if options["use_dynamic_batch_size"]:
         return Limits(options["max_tokens_per_gpu"])
     return Limits(micro_batch_size=micro_batch_size)
-
-
-def run_costs(
-    options: Options,
-    *,
-    topology: Topology,
-    shape: Callable[[], ModelShape],
-    cost: CostModel | None = None,
-    calibration: Calibration | None = None,
-) -> RunCosts:
-    """The costs that balance flags choose; `cost` is one in place of FLOPs, `calibration` one of the run's own."""
-    name = options.get("balance_cost") or "tokens"
-    if "costs" in autotuned(options)[1] and calibration is None:
-        name = "flops"
-    receiving = "receiving a token's keys and values from context-parallel ranks"
-    gathering = "gathering weights in every micro-batch (FSDP)"
-    stages: dict[str, Any] = {}
-    if name != "flops" and topology.pp_size > 1:
-        with suppress(BalanceError):  # equal parts where FLOPs are not known
-            stages = _stages(options, shape)
-    if name == "tokens":
-        waits = {receiving: topology.dynamic_cp, gathering: topology.fully_sharded}
-        lines = [f"{wait}: not counted beside tokens: add --balance-cost flops." for wait in waits if waits[wait]]
-        return RunCosts(resolve_cost("tokens", **stages), log_lines=tuple(lines))
-    log_lines: list[str] = []
-    rate = None
-    advice = ""
-    if name != "flops":
-        calibration = calibration or Calibration.read(Path(name))
-        cost = resolve_cost(
-            calibration, ep_size=topology.ep_size, model_parallel_size=topology.model_parallel_size, **stages
-        )
-        if notice := calibration.extrapolation(options.get("seq_length") or 0):
-            log_lines = [f"WARNING: --balance-cost {name}: {notice}"]
-    elif cost is None:
-        rate, reason = options.get("balance_attention_rate"), "--balance-attention-rate"
-        if rate is None:
-            rate = default_attention_rate(options.get("num_experts"), fp8=bool(options.get("fp8")))
-            reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
-        log_lines = [f"FLOPs count attention at {rate:g} times the rate of all else: {reason}."]
-        pack_tokens = (options.get("max_tokens_per_gpu") or 0) * topology.cp_size
-        stages = _stages(options, shape)
-        flops: dict[str, Any] = {"attention_rate": rate, "pack_tokens": pack_tokens}
-        cost = resolve_cost("flops", ep_size=topology.ep_size, **flops, **stages)
-        if (layout := stages["layout"]) is not None:
-            lengths = [options.get("seq_length") or pack_tokens]
-            advice = split_advice(layout, shape=stages["model"], lengths=lengths, **flops)
-    exchange: dict[str, int] = {}  # what ranks receive from others
-    if topology.dynamic_cp:
-        link, assumption = _assumed_link(topology)
-        exchange, is_measured = resolve_exchange(
-            shape, calibration=calibration, tp_size=topology.tp_size, bytes_per_second=link
-        )
-        source = "measured in the run of --balance-cost"
-        if not is_measured:
-            source = f"of which attention hides what it can, assumed from {assumption}"
-            source += "" if calibration else f" and {ASSUMED_TFLOPS:g} TFLOP/s"
-            source += "; megatron-balance fit measures it in a run with --balance-dynamic-cp"
-        linear = cost.linear + cost.expert_linear
-        received = sum(exchange.values())
-        fraction = f"{received / linear:.2%} of a token's linear cost" if linear else "all that a token costs"
-        log_lines.insert(0, f"{receiving}: {fraction}, {source}.")
-    gather, link = resolve_gather(options, shape=shape, topology=topology, calibration=calibration)
-    if gather and not cost.gather:  # one that was given stays
-        tokens = gather / max(cost.linear + cost.expert_linear, 1)
-        log_lines.append(f"{gathering}: as long as {tokens:.0f} tokens' linear cost, at {link}.")
-        exchange["gather"] = gather
-    name, cost = "flops" if calibration is None else "seconds", replace(cost, **exchange)
-    if calibration is None and not topology.dynamic_cp:  # seconds are those of one rank already
-        cost = cost.summed_over_cp(topology.cp_size)
-    return RunCosts(cost, name, rate, tuple(log_lines), advice)
-
-
-def _stages(options: Options, shape: Callable[[], ModelShape]) -> dict[str, Any]:
-    """The model, and the layout of its pipeline stages; None for one stage."""
-    model = shape()
-    return {"model": model, "layout": PipelineLayout.from_options(options, shape=model)}
-
-
-def _assumed_link(topology: Topology) -> tuple[float, str]:
-    """Bytes a second between the ranks of the largest context-parallel group, and the link as text."""
-    # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and launchers put
-    # consecutive ranks on a node.
-    (node_size, source), ranks_of_group = ranks_of_node(), topology.tp_size * topology.dynamic_cp_sizes[-1]
-    spans_nodes = topology.num_gpus > (node_size or 1) and (node_size or 1) % ranks_of_group
-    link, text = (BETWEEN_NODES, "between nodes") if spans_nodes else (WITHIN_NODE, "within a node")
-    text += f" of {node_size} ranks by {source}" if node_size else ""
-    return link, f"{link / 1e9:g} GB/s {text}"
 
 
 WEIGHTED = "balance_loss_weighting!=token,None"
