@@ -28,7 +28,7 @@ from trl import SFTConfig, SFTTrainer, pack_dataset
 from benchmarks.planner.setups import add_length_options, lengths_folder, lengths_said
 from benchmarks.publish import Measured, table
 from megatron_balance import CostModel, ModelShape
-from megatron_balance.lengths import read_lengths, synthetic_lengths
+from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.loaders import BalancedBatchSampler, balance_trainer
 
 TITLE = "Without Megatron"
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> Measured:
 
 
 def draw(name: str, *, folder: Path | None, size: int) -> NDArray[np.int64]:
-    known = synthetic_lengths(name, num_samples=size) if folder is None else read_lengths(folder / f"{name}.npz")
+    known = synthetic_lengths(name, num_samples=size) if folder is None else np.load(folder / f"{name}.npz")["length"]
     return np.minimum(np.random.default_rng(1).choice(known, size), CAP)
 
 

@@ -113,7 +113,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     """In a folder with the files that commands in the documentation name, small."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    np.savez(tmp_path / "lengths.npz", length=np.clip(rng.lognormal(6.5, 1.1, 600).astype(np.int64), 16, 7900))
+    np.save(tmp_path / "lengths.npy", np.clip(rng.lognormal(6.5, 1.1, 600).astype(np.int64), 16, 7900))
     info = run_info(cost_model=CostModel.from_shape(ModelShape.preset("Qwen2.5-0.5B")))
     write_record(tmp_path / "record", info, num_steps=5, num_samples=24)
     chats = write_chats(tmp_path) if "chats.jsonl" in page.read_text() else None

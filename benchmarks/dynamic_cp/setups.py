@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.lengths import read_lengths, synthetic_lengths
+from megatron_balance.lengths import synthetic_lengths
 
 EXCHANGES = (0.0, 0.01, 0.08)
 """Cost of receiving a token's keys and values, as part of what the token costs linearly: none, inside a node (NVLink),
@@ -109,6 +109,6 @@ def batches(setup: DynamicSetup, *, num_batches: int, folder: Path | None) -> It
         if folder is None:
             drawn = synthetic_lengths(setup.lengths, num_samples=4 * setup.global_batch_size, seed=seed)
         else:
-            drawn = read_lengths(folder / f"{setup.lengths}.npz", key="length")
+            drawn = np.load(folder / f"{setup.lengths}.npz")["length"].astype(np.int64)
         usable = drawn[(drawn > 0) & (setup.topology.padded_seq_len(drawn) <= max_tokens)]
         yield np.resize(generator.permutation(usable), setup.global_batch_size)

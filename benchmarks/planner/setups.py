@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_balance import CostModel, Limits, ModelShape, Topology
-from megatron_balance.lengths import SYNTHETIC_LENGTHS, read_lengths, synthetic_lengths
+from megatron_balance.lengths import SYNTHETIC_LENGTHS, synthetic_lengths
 from megatron_balance.planner import resolve_objective
 
 SFT_LENGTHS = ("alpaca_eval", "code_files", "gsm8k_sft", "tau_airline")
@@ -116,7 +116,7 @@ def draw_lengths(name: str, *, num_samples: int, longest: int, folder: Path | No
         # Twice as many as needed, because some are over-long.
         drawn = synthetic_lengths(name, num_samples=2 * num_samples, seed=0)
     else:
-        drawn = read_lengths(folder / f"{name}.npz", key="length")
+        drawn = np.load(folder / f"{name}.npz")["length"].astype(np.int64)
     shuffled = np.random.default_rng(0).permutation(drawn[drawn <= longest])
     return np.resize(shuffled, num_samples)
 

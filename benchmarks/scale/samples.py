@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.lengths import read_lengths, synthetic_lengths
+from megatron_balance.lengths import synthetic_lengths
 from megatron_balance.mcore.setup.settings import RunCosts, Settings
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.topology import Limits, Topology
@@ -36,7 +36,7 @@ class Samples:
         if self.lengths_folder is None:
             drawn = synthetic_lengths(LENGTH_SET, num_samples=2 * num_samples, seed=0)
         else:
-            drawn = read_lengths(self.lengths_folder / f"{LENGTH_SET}.npz", key="length")
+            drawn = np.load(self.lengths_folder / f"{LENGTH_SET}.npz")["length"]
         shuffled = np.random.default_rng(0).permutation(drawn[drawn <= CAP])
         return np.resize(shuffled, (self.num_batches, self.num_ranks, SAMPLES_PER_RANK)).astype(np.int64)
 

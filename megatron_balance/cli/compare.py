@@ -41,8 +41,8 @@ from megatron_balance.version import build_version
 
 _EPILOG = f"""\
 lengths, in the order of training:
-  FILE.npy .npz .jsonl .txt .parquet       a number of tokens for each sample; text also as .gz, or - for standard
-                                           input; lists of input_ids are counted, a bare list is a packed row
+  FILE.npy .jsonl .txt .parquet            a number of tokens for each sample, - for lines of the standard input;
+                                           lists of input_ids are counted, a bare list is a packed row
   FILE.idx, or its path without .idx       a Megatron data set: the tokens of each document
   synthetic:NAME[:N[:SEED]]                drawn; NAME is one of
 {textwrap.fill(", ".join(SYNTHETIC_LENGTHS), 112, initial_indent=" " * 43, subsequent_indent=" " * 43)}
@@ -52,7 +52,7 @@ lengths, in the order of training:
 stock Megatron, which all are compared with (--data; files of lengths with --seq-length are padded, of lists packed):
 {chr(10).join(f"  {name:<17} {words.format('N')}" for name, words in STOCKS.items())}
 
-what samples share (--share-prefixes), of .jsonl, .jsonl.gz and .parquet with --data samples:
+what samples share (--share-prefixes), of .jsonl and .parquet with --data samples:
   tokens                                   their lists of tokens, of --key, are compared in blocks of {BLOCK}
   PROMPT_TOKENS,GROUP                      columns: tokens of each sample's prompt, and a number of its group
 
@@ -78,7 +78,7 @@ models:
 
 _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     "lengths": {
-        "--key": (str, "NAME", "array, column or field of the file that holds the lengths, or lists of tokens"),
+        "--key": (str, "NAME", "column or field of the file that holds the lengths, or lists of tokens"),
         "--data": (str, "KIND", f"what stock trains on: {', '.join(STOCKS)}"),
         "--seq-length": (count, "N", "Megatron's: tokens of a row of stock"),
         "--share-prefixes": (str, "COLUMNS", "compute once what samples of a step begin with alike; COLUMNS: below"),

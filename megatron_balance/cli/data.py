@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cli.terminal import in_a_line, show_progress
+from megatron_balance.cli.terminal import in_a_line
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
 from megatron_balance.lengths import MEGATRON_SEED, STOCKS, Rows, read_rows, read_tokens, stock_rows, synthetic_lengths
@@ -229,10 +229,7 @@ def _rows(args: argparse.Namespace, *, limit: int | None) -> Rows:
     """Rows of LENGTHS in its order, at most `limit`."""
     kind, *names = args.lengths.split(":")
     if kind != "synthetic" or not names:
-        name = in_a_line(args.lengths, length=40)
-        rows = read_rows(args.lengths, key=args.key, limit=limit, progress=lambda n: show_progress(f"{name}: {n} rows"))
-        show_progress()
-        return rows
+        return read_rows(args.lengths, key=args.key, limit=limit)
     if args.key is not None:
         raise BalanceError(f"--key is {args.key!r} and LENGTHS is {args.lengths!r}, which has no columns: drop --key.")
     if len(names) > 3 or not all(number.isdecimal() and len(number) < 20 for number in names[1:]):

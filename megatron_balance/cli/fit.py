@@ -16,7 +16,7 @@ examples:
   torchrun … train.py … --balance-data --balance-by-flops --balance-record record --train-iters 20
   megatron-balance fit record --out seconds.json
   torchrun … train.py … --balance-data --balance-cost seconds.json
-  megatron-balance compare lengths.npz … --cost seconds.json
+  megatron-balance compare lengths.npy … --cost seconds.json
 
 Three steps are enough where lengths differ. The first step of a run is left out where three others were measured. Costs
 are of this model, precision and kind of GPU; other tensor- and context-parallel sizes are taken to share them evenly.

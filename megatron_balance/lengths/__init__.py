@@ -1,6 +1,6 @@
 """Lengths of samples: read from files, drawn from named distributions, or joined and filled to Megatron's rows."""
 
-from megatron_balance.lengths.read import MAX_LENGTH, dataset_lengths, read_lengths, read_rows, read_tokens
+from megatron_balance.lengths.read import MAX_LENGTH, dataset_lengths, file_of, read_lengths, read_rows, read_tokens
 from megatron_balance.lengths.rows import (
     MEGATRON_SEED,
     STOCKS,
@@ -17,6 +17,7 @@ __all__ = [
     "SYNTHETIC_LENGTHS",
     "Rows",
     "dataset_lengths",
+    "file_of",
     "read_lengths",
     "read_rows",
     "read_tokens",

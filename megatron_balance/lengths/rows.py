@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_balance.errors import BalanceError, check_integer
 
 MAX_LENGTHS = 2**25
-"""Most lengths that are read or drawn, whatever a header claims or a small file unpacks to: some 300 MB."""
+"""Most lengths that are read or drawn, whatever a small file unpacks to."""
 
 STOCKS = {
     "documents": "rows of joined documents, cut at --seq-length {}, with attention over the whole row",
@@ -63,9 +63,8 @@ class Rows(NamedTuple):
 
     def permuted(self, order: NDArray[np.int64]) -> Rows:
         """Rows in another order."""
-        first, counts = (np.cumsum(self.counts) - self.counts)[order], self.counts[order]
-        offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return Rows(self.lengths[np.repeat(first, counts) + offset], counts)
+        rows = np.split(self.lengths, np.cumsum(self.counts)[:-1])
+        return Rows(np.concatenate([rows[row] for row in order.tolist()]), self.counts[order])
 
 
 def stock_rows(

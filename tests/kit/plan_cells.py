@@ -19,7 +19,7 @@ import numpy as np
 from plan_judge import Batch
 
 from megatron_balance import CostModel, Limits, Topology, build_data_schedule
-from megatron_balance.lengths import read_lengths, synthetic_lengths
+from megatron_balance.lengths import synthetic_lengths
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 CAP = 8192
@@ -72,7 +72,8 @@ def draw(name, *, count, longest, seed, real=True):
         return FAMILIES[name](generator, count, longest).astype(np.int64)
     path = REAL_LENGTHS / f"{name}.npz"
     if real and path.is_file():
-        lengths = read_lengths(path, key="length")
+        with np.load(path) as data:
+            lengths = data["length"].astype(np.int64)
     else:
         lengths = synthetic_lengths(name, num_samples=8 * count, seed=seed)
     return np.resize(generator.permutation(lengths[(lengths > 0) & (lengths <= longest)]), count)
