@@ -22,7 +22,6 @@ from benchmarks.scale.stages import STAGES, StageTimes
 from megatron_balance.mcore.lookahead import Fetched
 from megatron_balance.mcore.prepare import StepBuilder
 from megatron_balance.runtime import comm
-from megatron_balance.runtime.gather import HEADER_FIELDS
 
 
 def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
@@ -56,13 +55,13 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
 def answered(lengths: NDArray[Any]) -> Iterator[None]:
     """Collectives that return what ranks with these lengths would send, whose other values are those of rank 0."""
     inner = dist.all_gather_into_tensor, dist.irecv, comm._timeout_of
-    all_lengths, num_samples = torch.from_numpy(lengths), lengths.shape[1]
+    all_lengths = torch.from_numpy(lengths).view(torch.uint8)
 
     def all_gather(gathered: torch.Tensor, row: torch.Tensor, **_: Any) -> None:
         rows = gathered.view(len(lengths), -1)
         rows[:] = row
-        if row.numel() >= HEADER_FIELDS + num_samples:
-            rows[:, HEADER_FIELDS : HEADER_FIELDS + num_samples] = all_lengths
+        if row.dtype == torch.uint8:  # lengths are at the end
+            rows[:, -all_lengths.shape[1] :] = all_lengths
 
     def irecv(received: torch.Tensor, **keywords: Any) -> Any:
         # Zeros in place of samples; in an agreement a rank that is fine and has no plan.

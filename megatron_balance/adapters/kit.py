@@ -150,17 +150,16 @@ def _pack_alike(
 ) -> list[Ints]:
     """The micro-batches that `pack` makes, in the least number that all ranks can make."""
     from megatron_balance.runtime.failure import Failure, attempt
-    from megatron_balance.runtime.gather import NUM_REPORTED, Header, gather_lengths
+    from megatron_balance.runtime.gather import gather_lengths
     from megatron_balance.samples.sample import Samples
 
     while True:
         slots = attempt(pack, min_count)
         samples, count = (slots, 0) if isinstance(slots, Failure) else (Samples.joined([]), len(slots))
-        header = Header(settings, reported=[count] * NUM_REPORTED)
-        counts = gather_lengths(samples, group=group, header=header, device=device).reported
+        gathered = gather_lengths(samples, group=group, settings=settings, reported=[count], device=device)
         assert not isinstance(slots, Failure), "every rank has raised it"
-        min_count = int(counts.max())
-        if (counts == min_count).all():
+        min_count = int(gathered.reported.max())
+        if (gathered.reported == min_count).all():
             return slots
 
 

@@ -35,15 +35,7 @@ from megatron_balance.planner import DataSchedule, Forest, Images
 from megatron_balance.planner.speeds import with_speeds
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
-from megatron_balance.runtime.gather import (
-    INLINE_LENGTHS,
-    NUM_REPORTED,
-    GatheredLengths,
-    Header,
-    gather_chains,
-    gather_lengths,
-    image_patches,
-)
+from megatron_balance.runtime.gather import GatheredLengths, gather_chains, gather_lengths, image_patches
 from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
 from megatron_balance.samples.prefix_packing import PrefixTree, check_shareable, pack_shared, tree_starts
@@ -64,7 +56,8 @@ NOT_PACKED = (
 DUMMY_TOKENS = 128
 """Tokens of a dummy on each GPU, at least: a few would be a shape of their own to compiled kernels."""
 
-_NO_REPORT = (0,) * (NUM_REPORTED - 2)
+_NO_REPORT = (0, 0, 0)
+"""Memory of the device (2), and the time of a step, none of which is known."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ class BalancedStep:
     microbatches: list[Microbatch] | None = None  # on a stage that loads no data the starts of their sequences
     schedule: DataSchedule | None = None
     num_tokens: int = 0  # of the micro-batches of all ranks, padding and filler included
-    reported: Ints | None = None  # `[dp_size, NUM_REPORTED]`, as each data-parallel rank sent them with its lengths
+    reported: Ints | None = None  # `[dp_size, 5]` of each data-parallel rank
     fingerprint: int = 0  # of plan and tokens, in [0, 2**63): equal on all ranks of a model replica that read data
     number: int = 0
     plan_seconds: float = 0.0
@@ -164,7 +157,6 @@ class StepBuilder:
         has_images = cost_model.image_linear or cost_model.image_quadratic
         self._counts_images = bool(has_images) and not self.topology.dynamic_cp
         self._weighting = None if evaluates else settings.loss_weighting
-        self._row_values = INLINE_LENGTHS
         self._report = report
         self._announced = {"step of": "evaluation" if evaluates else "training"}
 
@@ -179,12 +171,10 @@ class StepBuilder:
         group, topology, settings = self._dp_group, self.topology, self.settings
         assert group is not None, "this rank loads data"
         samples = self._split(fetched, num_items=num_items)
+        # Whether the iterator is new, plans that the training process had to make, and what `report` says.
         reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
-        header = Header(self._announced, number, reports, self._row_values)
-        gathered = gather_lengths(samples, group=group, header=header)
+        gathered = gather_lengths(samples, group=group, settings=self._announced, step=number, reported=reports)
         assert not isinstance(samples, Failure), "every rank has raised it"
-        # Every gather is one of all ranks, and fails on all of them: so they keep the same size.
-        self._row_values = gathered.next_row_values
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         forest = None

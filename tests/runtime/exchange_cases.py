@@ -13,7 +13,7 @@ from megatron_balance import BalanceError, Forest
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, broadcast_step
-from megatron_balance.runtime.gather import Header, gather_chains, gather_lengths
+from megatron_balance.runtime.gather import gather_chains, gather_lengths
 from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import hash_chains
 
@@ -118,19 +118,16 @@ def reroute_random(count):
 
 
 def gather_many(num_samples, num_ragged):
-    """Many more values than one message holds, on rank 1 only."""
+    """Many more values on rank 1 than elsewhere."""
     group, keys = world(), [f"ragged_{number:04}" for number in range(num_ragged)]
     numbers = [num_samples if rank == 1 else 2 for rank in range(group.size())]
     tables = [np.arange(number * (1 + num_ragged)).reshape(number, -1) % 7 for number in numbers]
-    mine, header = tables[group.rank()], Header()
+    mine = tables[group.rank()]
     columns = {key: [torch.zeros(size) for size in sizes] for key, sizes in zip(keys, mine[:, 1:].T, strict=True)}
     schema = SampleSchema(tuple(KeySpec(key, dtype=torch.float32, kind="ragged") for key in keys))
     samples = Samples(schema, columns, mine[:, 0])
-    for _ in range(2):  # the second time in one message, which has room for the most values of any rank
-        gathered = gather_lengths(samples, group=group, header=header)
-        expected = np.concatenate(tables)
-        assert np.array_equal(np.column_stack([gathered.lengths, gathered.ragged_lengths]), expected)
-        header = Header(row_values=gathered.next_row_values)
+    gathered = gather_lengths(samples, group=group)
+    assert np.array_equal(np.column_stack([gathered.lengths, gathered.ragged_lengths]), np.concatenate(tables))
 
 
 def exchanged_parts(*, collective):
@@ -143,17 +140,6 @@ def exchanged_parts(*, collective):
     words = {"group": group, "operation": "numbers", "collective": collective}
     exchange_parts(receive, send, receive_sizes=receive_sizes, send_sizes=send_sizes, **words)
     return receive.tolist()
-
-
-def gather_twice(numbers):
-    """This rank's number of samples is another in each of two gathers; the room of the second, and its lengths."""
-    group, header = world(), Header()
-    for step in range(2):
-        number = numbers[dist.get_rank() ^ step]
-        samples = [Sample({"tokens": torch.zeros(1 + index)}) for index in range(number)]
-        gathered = gather_lengths(samples_of(samples), group=group, header=header)
-        header = Header(step=step + 1, row_values=gathered.next_row_values)
-    return gathered.next_row_values, gathered.lengths.tolist()
 
 
 def message_after_a_later_timeout():
@@ -191,8 +177,8 @@ def one_rank_differs(kind):
     if kind == "problem" and differs:
         return expect_error(lambda: gather_lengths(Failure(BalanceError("the file ended — early")), group=group))
     if kind in ("problem", "settings"):
-        header = Header({"cap": "8"} if differs and kind == "settings" else {})
-        return expect_error(lambda: gather_lengths(samples_of([Sample(usual)]), group=group, header=header))
+        settings = {"cap": "8"} if differs and kind == "settings" else {}
+        return expect_error(lambda: gather_lengths(samples_of([Sample(usual)]), group=group, settings=settings))
     rows = others[kind] if differs else [usual] * (kind != "key" or group.rank() > 0)
     return expect_error(lambda: gather_lengths(samples_of([Sample(row) for row in rows]), group=group))
 

@@ -29,13 +29,6 @@ def test_the_collective_of_gpus_exchanges_what_messages_do(run_cases):
     assert all(run_cases(3, "exchanged_parts", collective=collective) == expected for collective in (False, True))
 
 
-def test_ranks_of_other_numbers_gather_again_with_the_same_room(run_cases):
-    (room, lengths), other = run_cases(2, "gather_twice", numbers=[200, 50])
-    assert (room, lengths) == tuple(other)
-    assert lengths == [*range(1, 51), *range(1, 201)]
-    assert room >= 200
-
-
 def test_messages_follow_a_timeout_that_is_shortened_later(run_cases):
     (error, soon), _ = run_cases(2, "message_after_a_later_timeout")
     assert soon

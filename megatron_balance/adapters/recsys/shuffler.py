@@ -35,7 +35,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt
-from megatron_balance.runtime.gather import GatheredLengths, Header, gather_lengths
+from megatron_balance.runtime.gather import GatheredLengths, gather_lengths
 from megatron_balance.samples.sample import Kind, Samples
 
 Ints = NDArray[np.int64]
@@ -94,8 +94,8 @@ def start_shuffle_async(
     group = dist.group.WORLD if pg_group is None else pg_group
     assert group is not None, "a shuffle needs torch.distributed to be initialised"
     samples = attempt(lambda: _samples(batch, self.get_workloads(batch, *args, **kwargs)))
-    header = Header({"batch_size": str(batch.batch_size)})
-    gathered = gather_lengths(samples, group=group, header=header, device=batch.features.values().device)
+    settings = {"batch_size": str(batch.batch_size)}
+    gathered = gather_lengths(samples, group=group, settings=settings, device=batch.features.values().device)
     assert not isinstance(samples, Failure), "every rank has raised it"
     plan = self._kk_executor.submit(_plan, gathered.values[:, 0], dp_size=group.size())
     return PendingShuffle(samples, gathered, group, plan)
