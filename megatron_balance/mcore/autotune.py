@@ -32,7 +32,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.prepare import BalancedStep
 from megatron_balance.mcore.setup.rules import TUNED_STEPS
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.mcore.telemetry import allowed_tokens, largest_tokens, run_info
+from megatron_balance.mcore.telemetry import run_info
 from megatron_balance.planner import build_data_schedule
 from megatron_balance.record import RunRecord, StepRecord
 from megatron_balance.record.fit import fit_record
@@ -71,7 +71,7 @@ class Autotuner:
         self._file = None if folder is None else Path(folder) / "out_of_memory.txt"
         self._state: State = {}
         self._steps: list[StepRecord] = []  # measured, on rank 0
-        self._newest = self._max_tokens = 0
+        self._newest = 0
 
     def begin(self, iteration: int) -> Settings:
         """The settings of a step."""
@@ -83,12 +83,14 @@ class Autotuner:
         """True if settings are found from this step, among others, and not of an earlier run of it."""
         return max(self._state["end"] - TUNED_STEPS, self._newest) < iteration <= self._state["end"]
 
-    def end(self, step: BalancedStep, *, iteration: int, seconds: NDArray[np.float64] | None) -> Settings:
+    def end(
+        self, step: BalancedStep, *, iteration: int, seconds: NDArray[np.float64] | None, allowed_tokens: int
+    ) -> Settings:
         """The settings after a step; `[num_microbatches]` seconds of this rank, where they were measured."""
-        self._newest, self._max_tokens = iteration, max(self._max_tokens, largest_tokens(step))
+        self._newest = iteration
         row = seconds.tolist() if seconds is not None and len(seconds) == step.num_microbatches else []
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (allowed_tokens(self._max_tokens), self._leads_replica, row))
+        dist.all_gather_object(reports, (allowed_tokens, self._leads_replica, row))
 
         def decide() -> State:
             schedule = step.schedule

@@ -177,7 +177,8 @@ class BalancedForwardBackward:
         finally:
             seconds = telemetry.end(waits=tunes)
         if tuner is not None and tunes:
-            self._use(tuner.end(step, iteration=iteration, seconds=seconds))
+            allowed = telemetry.allowed_tokens()
+            self._use(tuner.end(step, iteration=iteration, seconds=seconds, allowed_tokens=allowed))
         self._num_steps += 1
         return losses
 

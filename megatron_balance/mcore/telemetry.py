@@ -5,20 +5,19 @@ first rank of the world logs and records plans, the first of every model replica
 context-parallel rank) records its seconds, and the last rank has Megatron's writers.
 
 Invariants: telemetry does not change training; a step that Megatron runs again counts once; a new run replaces the
-record in the folder, a resumed one continues it; a figure that is not known is absent, and left out of means.
+record in the folder, a resumed one continues it; a figure that is not known is absent.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import shlex
 import sys
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import date
 from pathlib import Path
@@ -39,9 +38,6 @@ from megatron_balance.runtime.log import log_info, warn_once
 from megatron_balance.runtime.process import close_on_undo, device_kind, environment
 
 Figures = dict[str, float]
-
-MAX_UNREAD_STEPS = 8
-"""Steps whose marks the device has not passed yet; older ones are dropped."""
 
 REPORT_DELAY = 2
 """Steps after which seconds are reported: the next step is gathered while the one after that runs."""
@@ -79,10 +75,9 @@ class Telemetry:
         self._logs = dist.get_rank() == 0
         self._measures = loads_data and layout.this_rank.tp == 0
         self._on_gpu = device_kind() == "cuda"
-        self._unread: deque[StepTimer] = deque(maxlen=MAX_UNREAD_STEPS)
-        self._timer: StepTimer | None = None
+        self._timer: StepTimer | None = None  # of the step that runs
+        self._ended: StepTimer | None = None  # of the step before, until the device has passed its marks
         self._nanoseconds: dict[int, int] = {}  # by the number of the step
-        self._interval: list[Figures] = []
         self._began = time.perf_counter()
         self._alarms = Alarms()
         self._memory = (0, 0)
@@ -100,20 +95,16 @@ class Telemetry:
                 warn=lambda text: warn_once(f"writes no full record: {folder}: {text}", every_rank=True),
             )
             self.use(settings)
-        close = self._close  # one object, by which atexit knows it
-        atexit.register(close)
-        close_on_undo(functools.partial(atexit.unregister, close))
-        close_on_undo(close)
+        atexit.register(self._close)
+        close_on_undo(self._close)
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:
         """A step is about to run."""
-        self._read_timers()
+        self._read_timer()
         if self._measures:
             self._timer = StepTimer(step, iteration=iteration, on_gpu=self._on_gpu)
-            self._unread.append(self._timer)
         if iteration == self._newest_iteration:  # it runs again
             return
-        self._log_interval()
         self._newest_iteration = iteration
         self._read_memory(step)
         figures = figures_of(step)
@@ -131,8 +122,8 @@ class Telemetry:
         if self._record is not None:
             times = {name: getattr(step, name) for name in ("plan_seconds", "exchange_seconds", "exposed_seconds")}
             self._record.add(line_of(StepRecord.from_schedule(schedule, iteration=iteration, **times)))
-        if self._settings.log_interval:
-            self._interval.append(figures)
+        if self._settings.log_interval and iteration % self._settings.log_interval == 0:
+            log_info(f"iteration {iteration} | {schedule.objective} | {log_line(figures)}")
 
     def timed(self, number: int | None = None) -> AbstractContextManager[None]:
         """Measures a forward pass of the micro-batch of this number, or without one a backward pass."""
@@ -149,9 +140,11 @@ class Telemetry:
 
         Where the caller `waits` for the device, the seconds of its micro-batches, if they were measured.
         """
-        timer, self._timer = self._timer, None
-        seconds = timer.seconds(waits=True) if timer and waits else None
-        self._read_timers()
+        if waits and self._on_gpu:
+            torch.cuda.synchronize()
+        self._ended, self._timer = self._timer, None
+        seconds = self._ended.seconds() if self._ended and waits else None
+        self._read_timer()
         return seconds
 
     def _write(self, figures: Figures, *, iteration: int) -> None:
@@ -173,49 +166,53 @@ class Telemetry:
 
     def _close(self) -> None:
         """Training is over."""
-        self._read_timers()
-        self._log_interval()
+        self._read_timer()
         if self._record is not None:
             self._record.close()
 
-    def _log_interval(self) -> None:
-        """Log the figures of an interval, if the newest step was its last."""
-        if not self._interval or self._newest_iteration % self._settings.log_interval:
+    def _read_timer(self) -> None:
+        """Read the marks of the step before, if the device has passed them."""
+        timer = self._ended
+        if timer is None or not timer.is_finished or (seconds := timer.seconds()) is None:
             return
-        objective = resolve_objective(self._settings.objective, topology=self._settings.topology)
-        log_info(f"iteration {self._newest_iteration} | {objective} | {log_line(mean_figures(self._interval))}")
-        self._interval.clear()
-
-    def _read_timers(self) -> None:
-        """Read the marks of every step that the device has finished."""
-        while self._unread and self._unread[0] is not self._timer and self._unread[0].is_finished:
-            timer = self._unread.popleft()
-            seconds = timer.seconds()
-            if seconds is None:
-                continue
-            self._nanoseconds[timer.number] = max(int(seconds.sum() * 1e9), 1)
-            self._nanoseconds.pop(timer.number - MAX_UNREAD_STEPS, None)
-            if self._record is not None:
-                if len(seconds) != timer.num_microbatches:  # under a virtual pipeline
-                    seconds = np.full(timer.num_microbatches, np.nan)
-                self._record.add(seconds_line(timer.iteration, rank=self._rank_of_record, seconds=seconds))
+        self._ended = None
+        self._nanoseconds[timer.number] = max(int(seconds.sum() * 1e9), 1)
+        self._nanoseconds.pop(timer.number - 2 * REPORT_DELAY, None)
+        if self._record is not None:
+            if len(seconds) != timer.num_microbatches:  # under a virtual pipeline
+                seconds = np.full(timer.num_microbatches, np.nan)
+            self._record.add(seconds_line(timer.iteration, rank=self._rank_of_record, seconds=seconds))
 
     def _read_memory(self, step: BalancedStep) -> None:
         """Read the allocator's counters, resetting none; those of all ranks come with the next step."""
         if step.number >= FIRST_STEPS:
-            cap = self._memory[1] or allowed_tokens(self._max_tokens) // 128 * 128
+            cap = self._memory[1] or self.allowed_tokens() // 128 * 128
             self._memory = torch.cuda.max_memory_allocated(), cap
         memory = None if step.reported is None else step.reported[:, 2:4]
         if self._logs and step.number == FIRST_STEPS + 1 and memory is not None and memory[:, 0].all():
             peak, cap = float(memory[:, 0].max()) / GIB, max(int(memory[:, 1].min()), 1)
             if self._record is not None:
                 self._record.add({"kind": "memory", "measured_cap": cap})
-            stage = " on pipeline stage 0 (the last one holds logits)" if self._settings.topology.pp_size > 1 else ""
             log_info(
-                f"peak device memory{stage}: {peak:.1f} GiB allocated. Micro-batches of --max-tokens-per-gpu {cap} "
+                f"peak device memory: {peak:.1f} GiB allocated on stage 0. Micro-batches of --max-tokens-per-gpu {cap} "
                 "would leave 10 % of device memory free, beside what other libraries hold now."
             )
-        self._max_tokens = max(self._max_tokens, largest_tokens(step))
+        columns = zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)
+        self._max_tokens = max([self._max_tokens, *(tokens // size for tokens, size in columns)])
+
+    def allowed_tokens(self) -> int:
+        """The cap that would leave FREE_FRACTION of this device, by its largest micro-batch so far; 0 on a CPU.
+
+        By the most that torch has reserved, and by what the device says that all else takes: NCCL, contexts,
+        workspaces.
+        """
+        static = torch.cuda.memory_allocated()  # between steps: weights and optimizer
+        if not static:
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        others = max(total - free - torch.cuda.memory_reserved(), 0)
+        available = max(total * (1 - FREE_FRACTION) - others - static, 0)
+        return int(self._max_tokens * available / max(torch.cuda.max_memory_reserved() - static, 1))
 
 
 def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
@@ -240,25 +237,6 @@ def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
     )
 
 
-def allowed_tokens(max_tokens: int) -> int:
-    """The cap that would leave FREE_FRACTION of this device, where `max_tokens` took what it has used; 0 on a CPU.
-
-    By the most that torch has reserved, and by what the device says that all else takes: NCCL, contexts, workspaces.
-    """
-    static = torch.cuda.memory_allocated()  # between steps: weights and optimizer
-    if not static:
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    others = max(total - free - torch.cuda.memory_reserved(), 0)
-    available = max(total * (1 - FREE_FRACTION) - others - static, 0)
-    return int(max_tokens * available / max(torch.cuda.max_memory_reserved() - static, 1))
-
-
-def largest_tokens(step: BalancedStep) -> int:
-    """Tokens on this GPU of the longest micro-batch of a step."""
-    return max((n // size for n, size in zip(step.sizes.num_tokens, step.sizes.cp_sizes, strict=True)), default=0)
-
-
 def figures_of(step: BalancedStep) -> Figures:
     """The figures of a step, by the plan where this rank has it.
 
@@ -268,11 +246,11 @@ def figures_of(step: BalancedStep) -> Figures:
     schedule, reported = step.schedule, step.reported
     if schedule is None or reported is None:
         return {**step.figures, "exposed_seconds": step.exposed_seconds}
-    topology, total, seconds = schedule.topology, max(int(schedule.lengths.sum()), 1), reported[:, -1] / 1e9
+    grid, seconds = schedule.cost_grid, reported[:, -1] / 1e9
     figures: Figures = {
-        "planned_imbalance": slowest_over_mean(schedule.cost_grid, objective=schedule.objective, topology=topology),
+        "planned_imbalance": slowest_over_mean(grid, objective=schedule.objective, topology=schedule.topology),
         "over_bound": schedule.predicted_cost / schedule.lower_bound if schedule.lower_bound else 1.0,
-        "unavoidable_waiting": unavoidable_waiting(schedule.cost_grid, lower_bound=schedule.lower_bound),
+        "unavoidable_waiting": unavoidable_waiting(grid, lower_bound=schedule.lower_bound),
         "oversized_samples": len(schedule.oversized),
         "num_microbatches": schedule.num_microbatches,
         "padding_fraction": 1 - step.totals.computed / max(step.num_tokens, 1),
@@ -287,24 +265,12 @@ def figures_of(step: BalancedStep) -> Figures:
     if reported[:, 2].all():
         figures["peak_GiB"] = float(reported[:, 2].max()) / GIB
     if schedule.forest is not None:
-        figures["computed_fraction"] = step.totals.computed / total
-    if topology.dynamic_cp:
-        sizes = schedule.cp_size_grid.ravel()[schedule.microbatch_of]
-        figures["mean_cp_size"] = int((sizes * schedule.lengths).sum()) / total
+        figures["computed_fraction"] = step.totals.computed / max(step.totals.tokens, 1)
     return figures
 
 
-def mean_figures(steps: Iterable[Figures]) -> Figures:
-    """Each figure's mean over the steps where it is known."""
-    values: dict[str, list[float]] = {}
-    for figures in steps:
-        for name, value in figures.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(column) / len(column) for name, column in values.items()}
-
-
 def log_line(figures: Figures) -> str:
-    """The log line of these steps."""
+    """The figures as a line of the log."""
     measured = "unknown"
     if "measured_imbalance" in figures:
         busiest = figures["busiest_rank_seconds"] * 1e3
@@ -314,8 +280,6 @@ def log_line(figures: Figures) -> str:
         f"{figures['over_bound']:.4f} of the bound, where {figures['unavoidable_waiting']:.1%} of the time is waiting",
         f"micro-batches {figures['num_microbatches']:.4g}",
     ]
-    if "mean_cp_size" in figures:
-        parts.append(f"context-parallel size {figures['mean_cp_size']:.2f} of the mean token")
     if "computed_fraction" in figures:
         parts.append(f"computed {figures['computed_fraction']:.1%} of the tokens given")
     parts.append(f"padding {figures['padding_fraction']:.1%}")
@@ -330,8 +294,8 @@ class Alarms:
 
     def __init__(self) -> None:
         self._num_steps = {EXPOSED: 0, UNEVEN: 0}
-        self._plans: deque[tuple[DataSchedule, float]] = deque(maxlen=REPORT_DELAY + 1)
-        self._measured: list[tuple[NDArray[np.int64], NDArray[np.float64]]] = []
+        self._costs: deque[NDArray[np.float64]] = deque(maxlen=REPORT_DELAY + 1)  # of ranks in the newest steps
+        self._measured: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
 
     def check(
         self, schedule: DataSchedule, figures: Figures, *, seconds: NDArray[np.float64], step_seconds: float | None
@@ -340,18 +304,15 @@ class Alarms:
 
         Without the last, which count on GPUs, no excess is looked for.
         """
-        self._plans.append((schedule, figures["planned_imbalance"]))
-        if len(self._plans) <= REPORT_DELAY:
-            return
-        measured_schedule, planned = self._plans[0]
         if step_seconds is not None:
+            uneven = figures.get("measured_imbalance", 1.0) / figures["planned_imbalance"] - 1
             self._count(EXPOSED, figures["exposed_seconds"] / step_seconds, limit=MAX_EXPOSED)
-            if "measured_imbalance" in figures:
-                self._count(UNEVEN, figures["measured_imbalance"] / planned - 1, limit=MAX_UNEVEN)
+            self._count(UNEVEN, uneven, limit=MAX_UNEVEN)
+        self._costs.append(schedule.cost_grid.sum(axis=1, dtype=float))
         # Where ranks wait in micro-batches their seconds hold those of others.
         waits_at_end = waiting(schedule.objective, topology=schedule.topology).sync_size == 1
         if waits_at_end and not schedule.topology.dynamic_cp and (seconds > 0).all():
-            self._measured.append((measured_schedule.cost_grid.sum(axis=1), seconds))
+            self._measured.append((self._costs[0], seconds))
             if len(self._measured) == SPEED_STEPS:
                 self._name_slowest_rank()
 
@@ -361,7 +322,7 @@ class Alarms:
             warn_once(text.format(value), topic=text)
 
     def _name_slowest_rank(self) -> None:
-        costs, measured = (np.array(columns, dtype=float) for columns in zip(*self._measured, strict=True))
+        costs, measured = map(np.array, zip(*self._measured, strict=True))
         self._measured.clear()
         slowdowns = rank_slowdowns(costs, seconds=measured)
         rank = int(slowdowns.argmax())
@@ -402,17 +363,13 @@ class StepTimer:
         """True if the device has passed the last mark; does not wait."""
         return not self._on_gpu or not self._backward or self._backward[-1][1].query()
 
-    def seconds(self, *, waits: bool = False) -> NDArray[np.float64] | None:
-        """Forward and backward together: `[num_microbatches]`, or None where a pass was not measured.
-
-        Once `is_finished`, or where the caller `waits` for the device.
+    def seconds(self) -> NDArray[np.float64] | None:
+        """Forward and backward together, `[num_microbatches]`, once `is_finished`; None where a pass was not measured.
 
         `[1]`, their sum, where a rank holds several model chunks, whose backward passes come in another order.
         """
         if not self._forward or len(self._forward) != len(self._backward):
             return None
-        if waits and self._on_gpu:
-            self._backward[-1][1].synchronize()
         pairs = zip(self._forward, self._backward, strict=True)
         sums = np.array([sum(self._between(*marks) for marks in pair) for pair in pairs])
         return sums if len(sums) == self.num_microbatches else sums.sum(keepdims=True)

@@ -93,7 +93,7 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train, row
     ran = train(
         f"{row.stock} {BY_FLOPS} --train-iters 6 --eval-iters 0 --balance-record {{run}}/record", stand_ins=memory
     )
-    said = re.findall(r"peak device memory: (.*) GiB allocated\. .*--max-tokens-per-gpu (\d+) ", ran.log(0))
+    said = re.findall(r"peak device memory: (.*) GiB allocated on stage 0\. .*--max-tokens-per-gpu (\d+) ", ran.log(0))
     # Both keep 12 of 80 GiB between steps, and others 5. Of 55 left below nine tenths torch reserved 18, or 28.
     largest = [max(m["tokens"] for step in steps[:4] for m in step) for steps in microbatches(ran)]
     cap = min(largest[0] * 55 // 18, largest[1] * 55 // 28) // 128 * 128
@@ -106,7 +106,7 @@ def test_the_peak_of_the_fullest_rank_and_the_least_cap_are_said_once(train, row
     ("name", "harmless", "excess"), [("exposed_seconds", 0.01, 0.011), ("measured_imbalance", 1.31, 1.33)]
 )
 def test_an_alarm_warns_once_after_twenty_steps_in_a_row(name, harmless, excess, monkeypatch):
-    """Steps take a second, and are planned with an imbalance of 1.2; a measured one is that of two steps before."""
+    """Steps take a second, and are planned with an imbalance of 1.2."""
     said = []
     monkeypatch.setattr(telemetry, "warn_once", lambda text, topic: said.append(topic))
     alarms, stock = telemetry.Alarms(), {"exposed_seconds": 0.0, "planned_imbalance": 1.2}
@@ -115,8 +115,6 @@ def test_an_alarm_warns_once_after_twenty_steps_in_a_row(name, harmless, excess,
     def check(figures):
         alarms.check(schedule, stock | figures, seconds=np.zeros(2), step_seconds=1.0)
 
-    for _ in range(2):  # nothing is known yet
-        check({name: excess, "planned_imbalance": 1.0})
     for value in [excess] * 19 + [harmless] * 40 + [excess] * 19:
         check({name: value})
     assert said == []
@@ -136,7 +134,7 @@ def test_a_slow_rank_is_named_after_fifty_steps(monkeypatch):
     figures, (slow, even) = {"planned_imbalance": 1.0}, (telemetry.Alarms(), telemetry.Alarms())
     for index, schedule in enumerate(schedules):
         assert warnings == []
-        costs = schedules[max(index - 2, 0)].cost_grid.sum(axis=1) * rng.uniform(0.98, 1.02, 4)
+        costs = schedules[index - 2].cost_grid.sum(axis=1) * rng.uniform(0.98, 1.02, 4) * (index >= 2)
         even.check(schedule, figures, seconds=costs, step_seconds=None)
         slow.check(schedule, figures, seconds=costs * [1, 1, 1.2, 1], step_seconds=None)
     (warning,) = warnings
