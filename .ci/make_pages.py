@@ -140,10 +140,10 @@ def _phrase(words: str) -> str:
     match = re.fullmatch(r"([^!=<>]+)(!=|=|<|>)?(.*)", words)
     assert match is not None, words
     names, operator, value = match.groups(default="")
-    if "-" not in names:
+    if names in _NAMED:
         return _NAMED[names]
     values = " or ".join(text for text in value.split(",") if text not in ("None", "False"))
-    is_release = names in ("transformer-engine", "megatron-core")
+    is_release = names in ("transformer-engine", "megatron-core", "torch")
     relations = {"": "", "=": "", "!=": "other than ", ">": "above ", "<": "before " if is_release else "below "}
     flags = " or ".join(name if is_release else f"`{name}`" for name in names.split("/"))
     return f"{flags} {relations[operator] * bool(values)}{values}".rstrip()
@@ -181,7 +181,7 @@ def models_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-_SHAREABLE = "--bf16 --no-rope-fusion --attention-dropout 0 --hidden-dropout 0"
+_SHAREABLE = "--no-rope-fusion --attention-dropout 0 --hidden-dropout 0"
 """What shared prefixes need of every model."""
 
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.tree_attention import Call, calls_of, kernels, tree_attention
+from megatron_balance.mcore.tree_attention import Attention, attention_over
 from megatron_balance.samples.prefix_packing import PrefixTree
 
 
 class DeviceTree(NamedTuple):
-    """A micro-batch on the device: its attention calls, `[num_tokens]` positions, and the mask for routers."""
+    """A micro-batch on the device: its attention, `[num_tokens]` positions, and the mask for routers."""
 
-    calls: list[Call]
+    attend: Attention
     positions: Tensor
     router_mask: Tensor  # [tokens of this sequence-parallel rank, 1]
 
@@ -45,13 +45,13 @@ class PrefixSharing:
         self, model: Any, *, trees: Sequence[PrefixTree], params: Sequence[Any], shard: tuple[int, int]
     ) -> None:
         self._chunks = model if isinstance(model, list) else [model]
-        self._kernels, self._num_calls = kernels(), 0
+        self._num_calls = 0
         self._current: DeviceTree | None = None  # of the layer that runs, forward or again
         for tree, of_microbatch in zip(trees, params, strict=True):
             multiplicity = torch.from_numpy(tree.multiplicity).chunk(shard[1])[shard[0]].unsqueeze(1)
             positions = torch.from_numpy(tree.positions).cuda(non_blocking=True)
             of_microbatch.tree = DeviceTree(
-                calls_of(tree, device=positions.device), positions, ~multiplicity.to(positions.device)
+                attention_over(tree, device=positions.device), positions, ~multiplicity.to(positions.device)
             )
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class PrefixSharing:
                 "--balance-share-prefixes: a layer gives its attention other packed sequences than it got, which would "
                 "let samples see one another. Train this model without the flag."
             )
-        return tree_attention(query, key, value, tree.calls, scale=scale, backend=self._kernels).flatten(1)
+        return tree.attend(query, key, value, scale=scale).flatten(1)
 
     def _angles(self, _rotary: Any, _inputs: Any, table: Any) -> Any:
         """The table is of positions; one of as many rows as tokens is taken row by row."""

@@ -21,7 +21,6 @@ from megatron_balance.mcore.setup.layout import Layout, refuse_bound_device
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
 from megatron_balance.mcore.setup.settings import Settings, settings_of, timeout_of
 from megatron_balance.mcore.step import BalancedForwardBackward
-from megatron_balance.mcore.tree_attention import kernels
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.runtime.log import log_info, start_log
 from megatron_balance.runtime.process import allow_open_files, close_all, version_of
@@ -127,8 +126,6 @@ def build_run(
         if not nothing_balances(options):
             refuse_bound_device()
             settings = settings_of(options, shape=shape, cost=cost)
-            if settings.share_prefixes:
-                kernels()
             allow_open_files(settings.topology.num_sockets)
             version = f"megatron-core {version_of('megatron-core')}"
             for hook in hooks(options):

@@ -4,13 +4,13 @@ In the order of the plan every sample adds the tokens behind those that it share
 part in front of the last token that they have in common, whose labels differ: every token has one label, and the loss
 mask is the sum of its samples' masks, so that a loss that is linear in the mask is what it is without sharing.
 
-A node is a run of tokens that the same samples hold. The nodes below it follow it at once (depth first), so that its
-keys serve one range of queries: each node attends to itself causally, and what is below to all of it.
+A node is a run of tokens that the same samples hold. The nodes below it follow it at once (depth first): each node
+attends to itself causally, and what is below to all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,6 @@ class PrefixTree:
     Attributes:
         starts: `[num_nodes + 1]` the first token of each, and the end.
         ends: `[num_nodes]` the end of the nodes below each.
-        depths: `[num_nodes]` nodes above each.
         first_positions: `[num_nodes]` the position of its first token in its samples.
         first_samples, num_samples: `[num_nodes]` the first sample that holds each, and how many follow one another.
         shared: of each sample, tokens that it shares with the one before it.
@@ -40,7 +39,6 @@ class PrefixTree:
 
     starts: Ints
     ends: Ints
-    depths: Ints
     first_positions: Ints
     first_samples: Ints
     num_samples: Ints
@@ -53,7 +51,7 @@ class PrefixTree:
         fillers = [(min(FILLER_TOKENS, filler - start), 0) for start in range(0, filler, FILLER_TOKENS)]
         runs = [*zip(lengths, shared, strict=True), *fillers]
         starts = _cuts(runs)
-        ends, depths, first_positions, first_samples, num_samples = np.zeros((5, starts.size - 1), dtype=np.int64)
+        ends, first_positions, first_samples, num_samples = np.zeros((4, starts.size - 1), dtype=np.int64)
         path: list[tuple[int, int]] = []  # of the sample before: nodes, and the position where each ends
         node = place = 0
         for sample, (length, common) in enumerate([*runs, (0, 0)]):
@@ -61,14 +59,14 @@ class PrefixTree:
                 left, _ = path.pop()
                 ends[left], num_samples[left] = place, sample - first_samples[left]
             position, place = common, place + length - common
-            while node < depths.size and starts[node] < place:
-                depths[node], first_positions[node], first_samples[node] = len(path), position, sample
+            while node < ends.size and starts[node] < place:
+                first_positions[node], first_samples[node] = position, sample
                 position += int(starts[node + 1] - starts[node])
                 path.append((node, position))
                 node += 1
         is_filler = starts[:-1] >= num_tokens - filler
         first_samples[is_filler] = num_samples[is_filler] = 0
-        return cls(starts, ends, depths, first_positions, first_samples, num_samples, shared)
+        return cls(starts, ends, first_positions, first_samples, num_samples, shared)
 
     @property
     def positions(self) -> Ints:
@@ -80,17 +78,10 @@ class PrefixTree:
         """`[num_tokens]` samples that hold each token."""
         return np.repeat(self.num_samples, np.diff(self.starts))
 
-    def rectangles(self) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-        """For each depth the tokens below its nodes, those of the nodes, and where both begin for each node.
-
-        `[num_queries]`, `[num_keys]`, and twice `[num_nodes_of_depth + 1]`.
-        """
-        inner = self.starts[1:] < self.ends
-        for depth in range(int(self.depths.max()) + 1):
-            nodes = np.flatnonzero(inner & (self.depths == depth))
-            if nodes.size:
-                starts, stops, ends = self.starts[nodes], self.starts[nodes + 1], self.ends[nodes]
-                yield _ranges(stops, ends), _ranges(starts, stops), _bounds(ends - stops), _bounds(stops - starts)
+    @property
+    def token_ends(self) -> Ints:
+        """`[num_tokens]` where the node of each token ends, with all nodes below it."""
+        return np.repeat(self.ends, np.diff(self.starts))
 
 
 def _cuts(runs: Sequence[tuple[int, int]]) -> Ints:
@@ -108,15 +99,6 @@ def _cuts(runs: Sequence[tuple[int, int]]) -> Ints:
             path.append((common, place))
             place += length - common
     return np.array(sorted(cuts | {place}), dtype=np.int64)
-
-
-def _ranges(starts: Ints, ends: Ints) -> Ints:
-    sizes = ends - starts
-    return np.arange(sizes.sum()) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-
-
-def _bounds(sizes: Ints) -> Ints:
-    return np.append(0, np.cumsum(sizes))
 
 
 def check_shareable(samples: Samples, *, weighting: str | None = None) -> None:

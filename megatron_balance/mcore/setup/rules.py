@@ -11,7 +11,7 @@ is text: terms between spaces, all of which must hold.
 | `name=x,y`, `name!=x,y` | its value is one of these, or none of these; a list counts by its entries |
 | `name>1`, `name<1` | its value, or the largest of a list, is a number above or below; 0 where it is not given |
 | `engine<2.10` | layers are Transformer Engine's, and the release installed is older |
-| `core<0.19` | the release of Megatron Core that is imported is older, or not known |
+| `core<0.19`, `torch<2.10` | the release that is imported is older, or not known |
 | `:name`, `!:name` | a condition of `_NAMED` holds, or does not |
 
 Options are named as argparse stores them; one that a release lacks counts as not given.
@@ -123,6 +123,7 @@ _FLAGS = {
     "create_attention_mask_in_dataloader": "--no-create-attention-mask-in-dataloader",
     "engine": "transformer-engine",
     "core": "megatron-core",
+    "torch": "torch",
 }
 """Names on the command line that do not follow from those by which argparse stores them, and of releases."""
 
@@ -138,7 +139,7 @@ def _term(text: str) -> Term:
         return Term(names, name.replace("_", " "), named)
     names, values = tuple(name.split("/")), value.split(",")
     words = f"{'without ' if sign else ''}{'/'.join(map(_flag_of, names))}{operator}{value}"
-    if name in ("engine", "core"):
+    if name in ("engine", "core", "torch"):
         return Term(("transformer_impl",) if name == "engine" else (), words, _older(name, value))
     holds: dict[str, Callable[[Options], bool]] = {
         "": lambda options: any(_entries(options, names)),
@@ -164,7 +165,7 @@ def _older(package: str, oldest: str) -> Callable[[Options], bool]:
         if package == "engine" and options.get("transformer_impl") != "transformer_engine":
             return False
         if version is None:  # Megatron itself misses the engine
-            return package == "core"
+            return package != "engine"
         return numbers(version) < numbers(oldest)
 
     return is_older
