@@ -36,7 +36,6 @@ from megatron_balance.planner.speeds import with_speeds
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
 from megatron_balance.runtime.gather import GatheredLengths, gather_chains, gather_lengths, image_patches
-from megatron_balance.runtime.log import warn_once
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
 from megatron_balance.samples.prefix_packing import PrefixTree, check_shareable, pack_shared, tree_starts
 from megatron_balance.samples.sample import Samples, aligned
@@ -148,9 +147,7 @@ class StepBuilder:
         self.settings, self.topology = settings, settings.topology
         evaluates, cost_model = evaluation_plans is not None, settings.costs.model
         self.cp_rank = 0 if coords is None else coords.cp
-        self.plans = evaluation_plans or PlanProcess(
-            timeout=settings.peer_timeout / 2, warn=lambda text: warn_once(text, every_rank=True)
-        )
+        self.plans = evaluation_plans or PlanProcess(timeout=settings.peer_timeout / 2)
         self._evaluates = evaluates
         self._dp_group = dp_group
         # Plans with dynamic context-parallel sizes take no images.
@@ -267,8 +264,7 @@ class StepBuilder:
 
     def _plan(self, gathered: GatheredLengths, *, forest: Forest | None) -> DataSchedule:
         schedule = self.plans.plan(
-            num_samples=len(gathered.lengths),
-            lengths=gathered.lengths,
+            gathered.lengths,
             image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
             home_ranks=gathered.home_ranks,
             forest=forest,
