@@ -2,7 +2,8 @@
 
 Invariants: a table is installed as a whole or not at all. A target that is missing, has other parameters or was bound
 by value where its row does not say so fails on every rank before training, with the version. Installing twice with the
-same settings installs once; other settings raise and change nothing. `undo()` restores the very objects.
+same settings installs once; other settings raise and change nothing. `undo()` restores the very objects, also where
+other code has replaced them since.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megatron_balance.errors import BalanceError, RefusedError
 
@@ -51,13 +52,10 @@ class Hook:
         until: when it can go; empty where the system would have to take a function instead.
         bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
             when they call it; by default where it is defined.
-        owner: gives the class whose attribute is replaced, where the target's module has something else by its name.
         parameters: parameters of the target that the wrapper relies on.
         first: the first release that has the target, `major.minor`.
         last: the last one that needs the hook.
         needed: when a run needs it, in the words of the system's own table of options; empty for always.
-        late: modules that are not loaded are left out, as are names bound to a hook already (`while_installed`): the
-            table can be installed again once more modules are loaded.
     """
 
     target: str
@@ -65,12 +63,10 @@ class Hook:
     reason: str
     until: str = ""
     bound_in: tuple[str, ...] = ()
-    owner: Callable[[], Any] | None = None
     parameters: tuple[str, ...] = ()
     first: str = "0"
     last: str = "999"
     needed: str = ""
-    late: bool = False
 
     @classmethod
     def around(cls, target: str, balanced: Function, *settings: Any, **attributes: Any) -> Hook:
@@ -98,30 +94,6 @@ class Hook:
         return self.bound_in or (self.home,)
 
 
-_MARK = "is_balance_hook"
-
-_Binding = tuple[Any, str, Any, Any]
-"""The module or class, the name there, the object that it had, and that which it has now."""
-
-
-class Patches:
-    """Puts objects in the place of others. `undo()` restores those, last first."""
-
-    def __init__(self, bindings: list[_Binding]) -> None:
-        self.bindings = bindings
-        for owner, name, _, wrapped in bindings:
-            setattr(owner, name, wrapped)
-
-    def undo(self) -> None:
-        """Restore the original objects; BalanceError, and no change, where other code has replaced one since."""
-        for owner, name, _, wrapped in self.bindings:
-            if vars(owner).get(name) is not wrapped:
-                raise BalanceError(f"{owner.__name__}.{name} was replaced after it was hooked: undo that first.")
-        while self.bindings:
-            owner, name, original, _ = self.bindings.pop()
-            setattr(owner, name, original)
-
-
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Import Megatron without its forty lines on kernels that are not installed: `doctor` reports these."""
@@ -131,9 +103,12 @@ def quiet_imports() -> Iterator[None]:
         yield
 
 
-def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
-    """Check all hooks, then install them, or raise BalanceError; `version` names the patched package in messages."""
-    bindings: list[_Binding] = []
+def install_hooks(hooks: Sequence[Hook], *, version: str) -> contextlib.ExitStack:
+    """Check all hooks, then install them, or raise BalanceError; `version` names the patched package in messages.
+
+    `close()` of what it returns restores the original objects.
+    """
+    bindings: list[tuple[Any, str, Any, Any]] = []
     for hook in hooks:
         try:
             bindings += _bindings(hook)
@@ -142,18 +117,17 @@ def install_hooks(hooks: Sequence[Hook], *, version: str) -> Patches:
                 f"cannot hook {hook.target} in {version}: {error.args[0]}. Use a supported version, or train without "
                 "balancing."
             ) from error
-    return Patches(bindings)
+    patches = contextlib.ExitStack()
+    for owner, name, original, wrapped in bindings:
+        setattr(owner, name, wrapped)
+        patches.callback(setattr, owner, name, original)
+    return patches
 
 
-def _bindings(hook: Hook) -> list[_Binding]:
+def _bindings(hook: Hook) -> list[tuple[Any, str, Any, Any]]:
+    """Of each place the module or class, the name there, the object that it has, and what replaces it."""
     home, name = hook.home, hook.target[len(hook.home) + 1 :]
-    places = [place for place in hook.places if not (hook.late and _is_done(place, name))]
-    if not places:
-        return []
-    owners = [hook.owner() if hook.owner else _owner(place) for place in places]
-    if hook.owner and not inspect.isclass(owners[0]):
-        raise LookupError(f"there is no class {home}")
-    target = vars(owners[0] if hook.owner else _owner(home)).get(name)
+    target = vars(_owner(home, name)).get(name)
     if not callable(target):
         raise LookupError(f"{home} has no function {name}")
     parameters = inspect.signature(target).parameters
@@ -162,37 +136,34 @@ def _bindings(hook: Hook) -> list[_Binding]:
     wrapped: Any = hook.wrap(target)
     if isinstance(target, staticmethod):
         wrapped = staticmethod(wrapped)
-    for place, owner in zip(places, owners, strict=True):
+    owners = [_owner(place, name) for place in hook.places]
+    for place, owner in zip(hook.places, owners, strict=True):
         if vars(owner).get(name) is not target:
             raise LookupError(f"{place}.{name} is not that function (replaced, or imported otherwise)")
     return [(owner, name, target, wrapped) for owner in owners]
 
 
-def _is_done(place: str, name: str) -> bool:
-    """True if a module is not loaded, or its name is bound to a hook of `while_installed` already."""
-    module, _, class_name = place.partition(":")
-    loaded = sys.modules.get(module)
-    owner = getattr(loaded, class_name, None) if class_name else loaded
-    return loaded is None or getattr(getattr(owner, name, None), _MARK, False)
+def _owner(path: str, name: str) -> Any:
+    """The module, or `module:Class`, that has this name.
 
-
-def _owner(path: str) -> Any:
-    """The module, or `module:Class`."""
+    `@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which
+    it wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts.
+    Patches made before that reach the actor, but only those on the subclass: its methods hide those of the plain class.
+    """
     module_name, _, class_name = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        owner = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise LookupError(f"there is no module {error.name}") from error
-    if class_name and not inspect.isclass(getattr(module, class_name, None)):
-        raise LookupError(f"{module_name} has no class {class_name}")
-    return getattr(module, class_name) if class_name else module
-
-
-class Undoable(Protocol):
-    """Something installed that can be removed: `Patches`, or an entry in a system's registry."""
-
-    def undo(self) -> None:
-        """Remove it; a BalanceError, and no change, where other code has wrapped it since."""
+    if class_name:
+        owner = getattr(owner, class_name, None)
+        if ray_metadata := getattr(owner, "__ray_metadata__", None):
+            # Where Ray does not trace, the subclass has no methods of its own.
+            classes = ray_metadata.modified_class.__mro__
+            owner = next((owner for owner in classes if name in vars(owner)), classes[0])
+        if not inspect.isclass(owner):
+            raise LookupError(f"{module_name} has no class {class_name}")
+    return owner
 
 
 class Installation(Generic[Settings]):
@@ -219,12 +190,7 @@ class Installation(Generic[Settings]):
         self.settings: Settings | None = None
         self._system, self._remedy, self._versions = system, remedy, tuple(versions)
         self._version_of = version_of or _version_of_distribution
-        self._in_place: list[Undoable] = []
-
-    def __repr__(self) -> str:
-        """How many hooks are in place, and where: `1 hook in json`."""
-        count = sum(len(patches.bindings) for patches in self._in_place if isinstance(patches, Patches))
-        return f"{count or 'no'} hook{'s' * (count > 1)} in {self._system}"
+        self._in_place = contextlib.ExitStack()
 
     def is_installed(self) -> bool:
         """True while the hooks are in place."""
@@ -242,7 +208,7 @@ class Installation(Generic[Settings]):
         return version
 
     def install(
-        self, settings: Settings, rows: Callable[[], Sequence[Hook]], *, state: Undoable | None = None
+        self, settings: Settings, rows: Callable[[], Sequence[Hook]], *, end: Callable[[], None] | None = None
     ) -> Installation[Settings]:
         """Install a table of hooks; with the same settings once.
 
@@ -252,7 +218,7 @@ class Installation(Generic[Settings]):
             settings: what the hooks serve, comparable.
             rows: makes the table, of which the rows of the system's release are installed; called where that is a
                 tested one. It may refuse first, by a BalanceError.
-            state: what `undo` removes last, once no hook is in place.
+            end: what `undo` calls last, once no hook is in place.
 
         Raises:
             BalanceError: an untested release, a target that is not as expected, or hooks for other settings in place;
@@ -262,40 +228,28 @@ class Installation(Generic[Settings]):
             return self
         if self.settings is None:
             patches = self._patches(rows)
-            self._in_place, self.settings = [patches] if state is None else [state, patches], settings
+            if end is not None:
+                self._in_place.callback(end)
+            self.add(patches)
+            self.settings = settings
         elif settings != self.settings:
             raise BalanceError(f"{self._system} is hooked already with {self.settings}: undo() that before {settings}.")
         return self
 
     def install_late(self, rows: Callable[[], Sequence[Hook]]) -> None:
-        """Install the rows of a table, all `late`, whose modules were loaded since `install`, with its errors."""
+        """Install the rows of a table whose modules were loaded since `install`, with its errors."""
         self.add(self._patches(rows))
 
-    def add(self, patches: Undoable) -> None:
-        """Have `undo` remove this first."""
-        self._in_place.append(patches)
-
-    def while_installed(self, stock: Function, balanced: Function) -> Function:
-        """A hook for modules that bind it by value at any time; while installed, it calls `balanced(settings, …)`."""
-
-        @functools.wraps(stock)
-        def hook(*positional: Any, **keywords: Any) -> Any:
-            settings = self.settings
-            if settings is None:
-                return stock(*positional, **keywords)
-            return balanced(settings, *positional, **keywords)
-
-        vars(hook)[_MARK] = True
-        return hook
+    def add(self, patches: contextlib.ExitStack) -> None:
+        """Have `undo` remove these first."""
+        self._in_place.enter_context(patches)
 
     def undo(self) -> None:
-        """Remove the hooks, the latest first, up to one that other code has wrapped since: a BalanceError."""
-        while self._in_place:
-            self._in_place[-1].undo()
-            self._in_place.pop()
+        """Remove the hooks, the latest first."""
+        self._in_place.close()
         self.settings = None
 
-    def _patches(self, rows: Callable[[], Sequence[Hook]]) -> Patches:
+    def _patches(self, rows: Callable[[], Sequence[Hook]]) -> contextlib.ExitStack:
         version = self.version()
         if version is None:
             return install_hooks(rows(), version=f"{self._system} (of a source folder; {self._remedy})")

@@ -143,7 +143,7 @@ def test_a_visitor_is_led_on(capsys):
     with pytest.raises(SystemExit, match="0"):
         main([])
     assert "start here:" in capsys.readouterr().out
-    for module, words in (("launch", "--balance-by-flops"), ("adapters.verl", "--model MODEL")):
+    for module, words in (("launch", "--balance-by-flops"), ("adapters.slime", "--model MODEL")):
         command = [sys.executable, "-m", f"megatron_balance.{module}", "--help"]
         assert words in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -7,17 +7,23 @@ samples alike on all ranks, and needs torch only there. docs/write-an-adapter.md
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.cost.model import MAX_TOTAL_COST, CostModel
+from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.hooking import Function, Hook, Installation, check_not_started, launch
-from megatron_balance.planner import build_data_schedule, number_groups, organ_pipe_order, partition_items
+from megatron_balance.planner import (
+    DataSchedule,
+    as_integers,
+    build_data_schedule,
+    number_groups,
+    organ_pipe_order,
+    partition_items,
+)
 from megatron_balance.topology import Limits, Topology
 
 if TYPE_CHECKING:
@@ -79,7 +85,7 @@ def even_parts(costs: Sequence[int] | Ints, *, num_parts: int, equal_count: bool
     """Cuts items into parts of nearly equal cost.
 
     Args:
-        costs: `[num_items]` non-negative integers, of any size.
+        costs: `[num_items]` integers from 0 to 2**50.
         num_parts: parts to make, 1 to `num_items`.
         equal_count: every part holds the same number of items, or the quotient rounded up at most.
 
@@ -89,16 +95,13 @@ def even_parts(costs: Sequence[int] | Ints, *, num_parts: int, equal_count: bool
     Raises:
         BalanceError: there are fewer items than parts.
     """
-    values = costs.tolist() if isinstance(costs, np.ndarray) else list(costs)
-    if not 1 <= num_parts <= len(values):
+    values = as_integers(costs, name="costs", bits=50)
+    if not 1 <= num_parts <= values.size:
         raise BalanceError(
-            f"{len(values)} items (or groups of them) for {num_parts} parts, such as ranks: every part gets one. Give "
+            f"{values.size} items (or groups of them) for {num_parts} parts, such as ranks: every part gets one. Give "
             "more items, by a larger batch, or fewer parts."
         )
-    # Divided by one power of two where the sum would leave int64.
-    shift = max(0, sum(values).bit_length() - (MAX_TOTAL_COST.bit_length() - 2))
-    scaled = np.array([max(value >> shift, 1) if value else 0 for value in values], dtype=np.int64)
-    part_of = partition_items(scaled, num_parts=num_parts, equal_count=equal_count)
+    part_of = partition_items(values, num_parts=num_parts, equal_count=equal_count)
     parts = [np.flatnonzero(part_of == part) for part in range(num_parts)]
     return sorted(parts, key=lambda items: -items.size) if equal_count else parts
 
@@ -127,73 +130,80 @@ def agreed_microbatches(
     Returns for every micro-batch the positions of its samples, ascending; none is empty. Where one rank fails,
     or limits or costs differ, every rank of the group raises a BalanceError.
     """
+    limits = (max_tokens, multiple, samples_per_unit, cost_model)
     samples = np.asarray(lengths, dtype=np.int64)
-    costs = sample_costs(samples, cost_model=cost_model)
 
-    def pack(least: int) -> list[Ints]:
-        return _pack(samples, costs, max_tokens, least, multiple, samples_per_unit, flag)
+    def pack(count: int) -> DataSchedule:
+        return _pack(samples, *limits, min_count=count, flag=flag)
 
-    settings = {"limits": repr((max_tokens, min_count, multiple, samples_per_unit, cost_model))}
-    slots = pack(min_count) if group is None else _pack_alike(pack, min_count, settings, group=group, device=device)
-    slot_costs = np.array([[costs[slot].sum() for slot in slots]])
-    order = organ_pipe_order(slot_costs)[0] if mountain else np.argsort(-slot_costs[0], kind="stable")
-    return [slots[index].tolist() for index in order]
-
-
-def _pack_alike(
-    pack: Callable[[int], list[Ints]],
-    min_count: int,
-    settings: Mapping[str, str],
-    *,
-    group: dist.ProcessGroup,
-    device: Device,
-) -> list[Ints]:
-    """The micro-batches that `pack` makes, in the least number that all ranks can make."""
-    from megatron_balance.runtime.failure import Failure, attempt
-    from megatron_balance.runtime.gather import gather_lengths
-    from megatron_balance.samples.sample import Samples
-
-    while True:
-        slots = attempt(pack, min_count)
-        samples, count = (slots, 0) if isinstance(slots, Failure) else (Samples.joined([]), len(slots))
-        gathered = gather_lengths(samples, group=group, settings=settings, reported=[count], device=device)
-        assert not isinstance(slots, Failure), "every rank has raised it"
-        min_count = int(gathered.reported.max())
-        if (gathered.reported == min_count).all():
-            return slots
+    if group is None:
+        schedule = pack(min_count)
+    else:
+        schedule = _pack_alike(pack, min_count, {"limits": repr((*limits, min_count))}, group=group, device=device)
+    units = np.arange(samples.size).reshape(-1, samples_per_unit)
+    slots = [units[[*slot]].reshape(-1).tolist() for slots in schedule.ranks for slot in slots]
+    costs = schedule.cost_grid.reshape(1, -1)
+    order = organ_pipe_order(costs)[0] if mountain else np.argsort(-costs[0], kind="stable")
+    return [slots[index] for index in order]
 
 
 def _pack(
-    samples: Ints, costs: Ints, max_tokens: int, min_count: int, multiple: int, size: int, flag: str
-) -> list[Ints]:
-    """The samples of each micro-batch: as even in cost as the cap lets them be."""
+    samples: Ints, max_tokens: int, multiple: int, size: int, cost_model: CostModel, *, min_count: int, flag: str
+) -> DataSchedule:
+    """A plan of the fewest micro-batches: as ranks that have one each, or as those of one rank where these are full."""
     if not samples.size or samples.size % size:
         raise BalanceError(f"the batch has {samples.size} samples: it must have some, a multiple of {size}.")
-    tokens, costs = (values.reshape(-1, size).sum(axis=1) for values in (samples, costs))
+    tokens = samples.reshape(-1, size).sum(axis=1)
     longest = int(tokens.max())
     if longest > max_tokens:
         raise BalanceError(
             f"{int((tokens > max_tokens).sum())} samples or groups of samples are over {flag} {max_tokens}, the "
             f"longest has {longest} tokens: raise it to that, or cut the samples."
         )
-    min_count = -(-max(min_count, -(-int(tokens.sum()) // max_tokens), 1) // multiple) * multiple
 
-    @functools.cache
-    def full_slots() -> list[Ints]:
-        topology, limits = Topology(1, microbatch_multiple=multiple), Limits(max_tokens)
-        schedule = build_data_schedule(
-            tokens, cost_model=CostModel.tokens(), topology=topology, limits=limits, objective="step"
+    def plan(num_ranks: int, num_microbatches: int | None) -> DataSchedule:
+        return build_data_schedule(
+            samples,
+            num_segments=np.full(tokens.size, size),
+            cost_model=cost_model,
+            topology=Topology(num_ranks),
+            limits=Limits(max_tokens),
+            objective="step",
+            num_microbatches=num_microbatches,
         )
-        return [np.array(slot, dtype=np.int64) for slot in schedule.ranks[0]]
 
-    for count in range(min_count, tokens.size + 1, multiple):
-        # Even costs; even tokens where those do not keep the cap; full slots, which may still do.
-        for values in (costs, tokens, None):
-            slots = full_slots() if values is None else even_parts(values, num_parts=count, equal_count=False)
-            if len(slots) == count and all(slot.size and tokens[slot].sum() <= max_tokens for slot in slots):
-                return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
-    raise BalanceError(
-        f"{tokens.size} samples (or groups of them) for {min_count} micro-batches under {flag} {max_tokens}, a "
-        f"multiple of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or raise "
-        f"{flag}."
-    )
+    count = -(-max(plan(1, None).num_microbatches, min_count) // multiple) * multiple
+    if count > tokens.size:
+        raise BalanceError(
+            f"{tokens.size} samples (or groups of them) for {count} micro-batches under {flag} {max_tokens}, a "
+            f"multiple of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or "
+            f"raise {flag}."
+        )
+    try:
+        return plan(count, 1)
+    except BalanceError:  # its search for even costs finds no way to fill them so
+        return plan(1, count)
+
+
+def _pack_alike(
+    pack: Callable[[int], DataSchedule],
+    min_count: int,
+    settings: Mapping[str, str],
+    *,
+    group: dist.ProcessGroup,
+    device: Device,
+) -> DataSchedule:
+    """The plan that `pack` makes, in the least number of micro-batches that all ranks can make."""
+    from megatron_balance.runtime.failure import Failure, attempt
+    from megatron_balance.runtime.gather import gather_lengths
+    from megatron_balance.samples.sample import Samples
+
+    while True:
+        schedule = attempt(pack, min_count)
+        is_failure = isinstance(schedule, Failure)
+        samples, count = (schedule, 0) if is_failure else (Samples.joined([]), schedule.cost_grid.size)
+        counts = gather_lengths(samples, group=group, settings=settings, reported=[count], device=device).reported
+        assert not isinstance(schedule, Failure), "every rank has raised it"
+        min_count = int(counts.max())
+        if (counts == min_count).all():
+            return schedule

@@ -22,7 +22,6 @@ At the end of the data all whole dispatches leave.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -114,28 +113,8 @@ def _hooks(settings: Settings) -> list[Hook]:
         rows.append((_prepare_dataset, "orders the prompts of an epoch, at random"))
     controller = f"{CONTROLLER}:AsyncTrainingController"
     return [
-        Hook.around(f"{controller}.{balanced.__name__}", balanced, settings, owner=_controller_class, reason=reason)
-        for balanced, reason in rows
+        Hook.around(f"{controller}.{balanced.__name__}", balanced, settings, reason=reason) for balanced, reason in rows
     ]
-
-
-def _controller_class() -> Any:
-    """`AsyncTrainingController`, the class to hook.
-
-    `@ray.remote` leaves an `ActorClass` object under the class's name. It keeps a subclass of the plain class, in which
-    it wraps every method to trace it, and pickles both by value into the actor's process when the first actor starts.
-    Patches made before that reach the actor, but only those on the subclass: its methods hide those of the plain class.
-    """
-    try:
-        controller = getattr(importlib.import_module(CONTROLLER), "AsyncTrainingController", None)
-    except ModuleNotFoundError as error:
-        raise BalanceError(f"torchspec is not installed ({error}): {_REMEDY}.") from error
-    ray_metadata = getattr(controller, "__ray_metadata__", None)
-    if ray_metadata is None:
-        return controller  # Ray's decorator was switched off.
-    # Where Ray does not trace, the subclass has no methods of its own.
-    modified = ray_metadata.modified_class
-    return next((owner for owner in modified.__mro__ if "_partition_results" in vars(owner)), modified)
 
 
 def _partition_results(settings: Settings, stock: Function, self: Any, results: list[Any]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import Function, Hook, Installation
 from megatron_balance.mcore.hooks import supported_version
 from megatron_balance.mcore.loop import run_of_model
-from megatron_balance.mcore.run import CurrentRun, run_of, while_balancing
+from megatron_balance.mcore.run import end_run, run_of, while_balancing
 from megatron_balance.mcore.step import BalancedForwardBackward as Run
 from megatron_balance.model.shape import ModelShape
 from megatron_balance.samples.packing import with_attention_keys
@@ -52,7 +52,7 @@ def install_bridge(
             nothing is changed then.
     """
     settings = BridgeSettings(max_tokens_per_gpu, cost, tuple(flags))
-    return bridge_installation.install(settings, _checked_hooks, state=CurrentRun())
+    return bridge_installation.install(settings, _checked_hooks, end=end_run)
 
 
 def _checked_hooks() -> tuple[Hook, ...]:

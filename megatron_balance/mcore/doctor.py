@@ -73,7 +73,7 @@ def check_hooks() -> Iterator[Finding]:
         return
     for hook in hooks_of_release(HOOKS, version):
         try:
-            install_hooks([hook], version=f"megatron-core {version}").undo()
+            install_hooks([hook], version=f"megatron-core {version}").close()
             yield Finding(True, f"{hook.target}: {hook.reason}")
         except BalanceError as error:
             scope = f" Runs with {hook.needed} alone need it." if hook.needed else ""

@@ -27,7 +27,7 @@ from megatron_balance.mcore.autotune import STATE
 from megatron_balance.mcore.loss_weights import weigh
 from megatron_balance.mcore.microbatch import CpGroups
 from megatron_balance.mcore.microbatch import RunningStep as Step
-from megatron_balance.mcore.run import CurrentRun, build_run, in_step, run_of, while_balancing
+from megatron_balance.mcore.run import build_run, end_run, in_step, run_of, while_balancing
 from megatron_balance.mcore.setup.flags import add_balance_args
 from megatron_balance.mcore.setup.rules import Options, holds
 from megatron_balance.mcore.step import BalancedForwardBackward as Run
@@ -395,7 +395,7 @@ def install() -> Installation[str]:
         installation.add(install_hooks(HOOKS[:1], version="megatron-core"))
         return installation
     rows = [hook for hook in HOOKS if hook.places[0].startswith("megatron.training.")]
-    return installation.install(supported_version(), lambda: rows, state=CurrentRun())
+    return installation.install(supported_version(), lambda: rows, end=end_run)
 
 
 def supported_version() -> str:

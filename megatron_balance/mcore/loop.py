@@ -13,7 +13,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import is_off
 from megatron_balance.mcore.hooks import core_hooks
 from megatron_balance.mcore.prepare import BalancedStep
-from megatron_balance.mcore.run import CurrentRun, build_run, run_of
+from megatron_balance.mcore.run import build_run, end_run, run_of
 from megatron_balance.mcore.setup.flags import fill_in, parse_flags
 from megatron_balance.mcore.setup.rules import autotuned
 from megatron_balance.mcore.step import BalancedForwardBackward
@@ -89,7 +89,7 @@ class BalancedSchedule:
 
         Every rank calls it after the same step. Hooks that `install` put in place stay.
         """
-        CurrentRun().undo()
+        end_run()
 
     def __call__(self, **arguments: Any) -> Any:
         """Run one step, or an evaluation (`forward_only`). Arguments and result are those of Megatron's schedule."""

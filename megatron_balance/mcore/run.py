@@ -8,6 +8,7 @@ rank is raised on every rank of the world; every rank makes all groups in the sa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError
-from megatron_balance.hooking import Function, Hook, Patches, install_hooks
+from megatron_balance.hooking import Function, Hook, install_hooks
 from megatron_balance.mcore.setup.flags import refuse
 from megatron_balance.mcore.setup.layout import Layout, refuse_bound_device
 from megatron_balance.mcore.setup.rules import Options, nothing_balances
@@ -45,7 +46,7 @@ MEGATRON_SETTINGS = (
 _built: tuple[Any, BalancedForwardBackward | None] | None = None
 """What the run was built for and the run; kept, since evaluation asks for a schedule repeatedly."""
 
-_hooks: dict[str, Patches] = {}
+_hooks: dict[str, contextlib.ExitStack] = {}
 """Of `megatron.core`, in place for runs of this process, by target."""
 
 
@@ -91,18 +92,13 @@ def in_step(replacement: Function) -> Callable[[Function], Function]:
     return while_balancing(call_in_step)
 
 
-class CurrentRun:
-    """The run as an entry of an `Installation`, which removes it."""
-
-    def undo(self) -> None:
-        """Remove the hooks that it needed, forget it, and end its threads, processes and groups."""
-        global _built
-        while _hooks:
-            target, patches = list(_hooks.items())[-1]
-            patches.undo()
-            del _hooks[target]
-        _built = None
-        close_all()
+def end_run() -> None:
+    """Remove the hooks that the run needed, forget it, and end its threads, processes and groups."""
+    global _built
+    while _hooks:
+        _hooks.popitem()[1].close()
+    _built = None
+    close_all()
 
 
 def build_run(

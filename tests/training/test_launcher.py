@@ -18,7 +18,6 @@ from forked import call, run_forked
 from training_run import RunFailed
 
 from megatron_balance import ModelShape
-from megatron_balance.adapters.verl.plugin import read_options
 from megatron_balance.mcore import add_balance_args, install
 
 SCRIPTS = training_run.ROOT / "scripts"
@@ -153,7 +152,7 @@ def test_a_dry_run_prints_a_flag_a_line_and_flags_that_are_known(dry_run, script
     ours = {word for word in words if word.startswith(("--balance", "--use-dynamic", "--max-tokens"))}
     assert ours <= {*known}
     options = [word.partition("=")[2] for word in words if word.startswith("MEGATRON_BALANCE_VERL=")]
-    assert all(read_options(text) == {"model": "model"} for text in options)
+    assert {*options} <= {"model=model"}
 
 
 @pytest.mark.parametrize("script", MODELS)

@@ -40,7 +40,7 @@ def install() -> Installation[str]:
         BalanceError: recsys-examples is missing or differs from what is expected. Nothing is changed then.
     """
     if not is_installed():
-        installation.install(NAME, _hooks, state=_Registration())
+        installation.install(NAME, _hooks, end=_unregister)
         from megatron_balance.adapters.recsys.shuffler import make_shuffler_class
 
         stock = importlib.import_module(_SHUFFLERS).BaseTaskBalancedBatchShuffler
@@ -50,11 +50,10 @@ def install() -> Installation[str]:
     return installation
 
 
-class _Registration:
-    def undo(self) -> None:
-        # Shufflers already made under the name keep working.
-        if _factory().is_registered(NAME):
-            _factory().unregister(NAME)
+def _unregister() -> None:
+    # Shufflers already made under the name keep working.
+    if _factory().is_registered(NAME):
+        _factory().unregister(NAME)
 
 
 def _factory() -> Any:

@@ -15,23 +15,17 @@ verl's factor of tokens beside squared tokens, 24576, is that of one 7B model; h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_balance.adapters.kit import Hook, Installation
 from megatron_balance.cost.model import CostModel
-from megatron_balance.cost.rates import resolve_cost
+from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError, check_integer
-from megatron_balance.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_balance.adapters.verl.hooks import BalancedData
 
 __all__ = ["balance_data_proto", "choose_cost", "install", "is_installed"]
-
-Model = Any
-"""A preset's name, the path of a Hugging Face config.json or its folder, its content, a `PretrainedConfig` (the
-`hf_config` of verl's HFModelConfig), a ModelShape, or `{"mlp_workload_factor": 24576}`."""
 
 VERL_FACTOR = 24576
 """verl's `calculate_workload`: `24576 * seqlen + seqlen**2` (verl 0.9.1, verl/utils/seqlen_balancing.py)."""
@@ -50,14 +44,8 @@ def choose_cost(model: Model | None = None, *, cost: str | None = None) -> CostM
     """The cost model of a verl run, by arguments of `install`; a BalanceError where one is not known."""
     if model is None and cost is None:
         model = {FACTOR_KEY: VERL_FACTOR}
-    to_dict = getattr(model, "to_dict", None)
-    model = model if to_dict is None else to_dict()
-    if isinstance(model, Mapping) and FACTOR_KEY in model and cost is None:
+    if isinstance(model, Mapping) and FACTOR_KEY in model:
         return CostModel(linear=check_integer(FACTOR_KEY, model[FACTOR_KEY], minimum=0), quadratic=1)
-    if model is not None and not isinstance(model, (str, Path, Mapping, ModelShape)):
-        raise BalanceError(
-            f"the model is a {type(model).__name__}: it must be a name, a path, or the content of a config.json."
-        )
     return resolve_cost(cost, model=model)
 
 
@@ -65,23 +53,24 @@ def install(*, cost: str | None = None, model: Model | None = None) -> Installat
     """Hook verl in this process. Installing twice with the same arguments installs once.
 
     Args:
-        model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path, content or
-            `PretrainedConfig`, or `{"mlp_workload_factor": 24576}`. None for verl's own formula.
+        model: model whose FLOPs a row costs: a preset's name, a Hugging Face config.json's path or content, or
+            `{"mlp_workload_factor": 24576}`. None for verl's own formula.
         cost: `flops`, `tokens` or the path of a seconds.json; by default flops where there is a model.
 
     Raises:
         BalanceError: verl is missing, of another version, or a target has moved; or the adapter is installed with
             other arguments. Nothing is changed then.
     """
-    return installation.install(choose_cost(model, cost=cost), _table)
+    cost_model = choose_cost(model, cost=cost)
+    return installation.install(cost_model, lambda: _table(cost_model))
 
 
-def _table() -> list[Hook]:
+def _table(cost_model: CostModel) -> list[Hook]:
     try:
         from megatron_balance.adapters.verl import hooks  # loads verl
     except ModuleNotFoundError as error:
         raise BalanceError(f"verl cannot be imported ({error}): pip install verl==0.9.1.") from error
-    return [*hooks.table(), hooks.worker_group_hook()]
+    return [*hooks.functions(cost_model), *hooks.methods(cost_model)]
 
 
 def balance_data_proto(obj: Any, chunks: int, *, model_config: Model | None = None) -> BalancedData:

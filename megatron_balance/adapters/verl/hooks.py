@@ -1,21 +1,23 @@
 """The hooks in verl, in a checked table, and what they put in place.
 
-verl's modules bind functions by value. Modules that are loaded are hooked at once. The trainers load later than the
-plug-in: they are hooked when the first worker group is made, in the one process that has a trainer.
+verl's modules bind functions by value. Modules that are loaded are hooked at once; those that load later bind the
+hooks, and keep them after `undo`. The trainers load later than the plug-in: their methods are hooked when the first
+worker group is made, in the one process that has a trainer.
 
 verl cuts a batch into consecutive parts, one a data-parallel rank, and each rank cuts its part into consecutive
 slices. Slice i of all ranks together is mini-batch i, and ranks meet after each. An order of rows is a permutation.
 Padding rows are part of it, so that undoing the order and then trimming them gives every row back.
 
-Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows,
-and so does one of the critic's; every rank gets the same number of them, or nearly (62 rows over 4 ranks: at most 16
-each). Batches of the prefix grouper, whose uids stay together, are ordered by verl.
+Invariants: no row is lost, whatever the sizes; a mini-batch of `ppo_mini_batch_size * rollout.n` rows keeps its rows;
+every rank gets the same number of them, or nearly (62 rows over 4 ranks: at most 16 each). Batches of the prefix
+grouper, whose uids stay together, are ordered by verl.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,96 +47,79 @@ V1_TRAINER = "verl.trainer.ppo.v1.trainer_base"
 TRAINERS = (RAY_TRAINER, V1_TRAINER, "verl.trainer.sft_trainer_ray")
 
 
-def table() -> tuple[Hook, ...]:
-    """The hooks, of the modules that are loaded: it is installed again once the trainers are."""
+def functions(cost_model: CostModel) -> list[Hook]:
+    """The hooks of functions, where loaded modules have bound them: a module that loads later binds the hook."""
 
-    def row(target: str, parameters: str, balanced: Function, reason: str, *, bound_in: tuple[str, ...] = ()) -> Hook:
-        return Hook(
-            target=target,
-            parameters=tuple(parameters.split()),
-            wrap=lambda stock: installation.while_installed(stock, functools.partial(balanced, stock)),
-            reason=reason,
-            bound_in=bound_in,
-            late=True,
-        )
+    def row(balanced: Function, target: str, reason: str, *users: str) -> Hook:
+        bound_in = tuple(module for module in (BALANCING, *users) if module in sys.modules)
+        return Hook.around(f"{BALANCING}:{target}", balanced, cost_model, bound_in=bound_in, reason=reason)
 
-    return (
+    return [
         row(
-            f"{BALANCING}:calculate_workload",
-            "seqlen_list",
             _calculate_workload,
+            "calculate_workload",
             "its factor is that of one 7B model, and its sums overflow in its input's dtype",
-            bound_in=(BALANCING, *TRAINERS),
+            *TRAINERS,
         ),
         row(
-            f"{BALANCING}:get_seqlen_balanced_partitions",
-            "seqlen_list k_partitions equal_size",
             _get_partitions,
+            "get_seqlen_balanced_partitions",
             "largest differencing alone is weak on heavy tails, and asserts where ranks do not divide the rows",
-            bound_in=(BALANCING, *TRAINERS),
+            *TRAINERS,
         ),
         row(
-            f"{BALANCING}:rearrange_micro_batches",
-            "batch max_token_len dp_group num_batches_divided_by same_micro_num_in_dp min_num_micro_batch "
-            "use_dynamic_bsz_balance force_group_size",
             _rearrange_micro_batches,
+            "rearrange_micro_batches",
             "it raises the count until largest differencing happens to fit the cap",
-            bound_in=(BALANCING, "verl.workers.engine.utils"),
+            "verl.workers.engine.utils",
         ),
-        row(
-            f"{RAY_TRAINER}:RayPPOTrainer._balance_batch",
-            "self batch metrics logging_prefix keep_minibatch",
+        Hook.around(
+            "verl.single_controller.ray.base:func_generator",
+            _after_trainers,
+            cost_model,
+            reason="the first call that the trainer's process makes once its trainer is loaded",
+            until="verl loads plug-ins after its trainers",
+        ),
+    ]
+
+
+def methods(cost_model: CostModel) -> list[Hook]:
+    """The hooks of the trainers that are loaded and have none yet."""
+    return [
+        Hook.around(
+            f"{module}:{name}._balance_batch",
             _balance_batch,
-            "it sorts rows over mini-batches, which it counts in prompts",
-        ),
-        row(
-            f"{V1_TRAINER}:PPOTrainer._balance_batch",
-            "self batch metrics logging_prefix keep_minibatch",
-            _balance_batch,
-            "it does not look at keep_minibatch",
-        ),
-    )
+            cost_model,
+            reason="it sorts rows over mini-batches",
+        )
+        for module, name in ((RAY_TRAINER, "RayPPOTrainer"), (V1_TRAINER, "PPOTrainer"))
+        if module in sys.modules and not hasattr(vars(sys.modules[module])[name]._balance_batch, "__wrapped__")
+    ]
 
 
-def worker_group_hook() -> Hook:
-    """The process that makes worker groups has the trainer, which loads later than the plug-in."""
-    return Hook(
-        target="verl.single_controller.ray.base:func_generator",
-        wrap=lambda stock: installation.while_installed(stock, functools.partial(_after_trainers, stock)),
-        reason="the first call that the trainer's process makes once its trainer is loaded",
-        until="verl loads plug-ins after its trainers",
-    )
-
-
-def _after_trainers(stock: Function, _: CostModel, *positional: Any, **keywords: Any) -> Any:
-    installation.install_late(table)
+def _after_trainers(cost_model: CostModel, stock: Function, *positional: Any, **keywords: Any) -> Any:
+    installation.install_late(lambda: methods(cost_model))
     return stock(*positional, **keywords)
 
 
-def _calculate_workload(stock: Function, cost_model: CostModel, seqlen_list: Any) -> torch.Tensor:
+def _calculate_workload(cost_model: CostModel, stock: Function, seqlen_list: Any) -> torch.Tensor:
     """int64 costs of the lengths' shape, on their device."""
     lengths = torch.as_tensor(seqlen_list).long()
     return torch.from_numpy(sample_costs(lengths.cpu().numpy(), cost_model=cost_model)).to(lengths.device)
 
 
 def _get_partitions(
-    stock: Function, _: CostModel, seqlen_list: Any, k_partitions: int, equal_size: bool
+    _: CostModel, stock: Function, seqlen_list: Any, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """`[k_partitions]` lists of indices, ascending, none empty; workloads may be floats."""
-    # As Python objects: sums of costs may leave int64.
-    loads = (
-        seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else [np.asarray(load).item() for load in seqlen_list]
-    )
-    for index, load in enumerate(loads):
-        if load < 0 or load != int(load):
-            raise BalanceError(f"workload {index} is {load!r}: it must be a whole number of at least 0.")
-    parts = even_parts([*map(int, loads)], num_parts=k_partitions, equal_count=equal_size)
+    """`[k_partitions]` lists of indices, ascending, none empty."""
+    loads = torch.as_tensor(seqlen_list).long().cpu().numpy()
+    parts = even_parts(loads, num_parts=k_partitions, equal_count=equal_size)
     return [part.tolist() for part in parts]
 
 
 def _rearrange_micro_batches(
-    stock: Function,
     cost_model: CostModel,
+    stock: Function,
     batch: Any,
     max_token_len: int,
     dp_group: Any = None,
@@ -163,29 +148,29 @@ def _rearrange_micro_batches(
 
 
 def _balance_batch(
-    stock: Function,
     cost_model: CostModel,
-    trainer: Any,
+    stock: Function,
+    self: Any,
     batch: Any,
     metrics: dict[str, Any],
     logging_prefix: str = "global_seqlen",
     keep_minibatch: bool = False,
 ) -> Any:
     """Orders in place the rows of a DataProto, or the keys of a TransferQueue, padded first as verl does."""
-    if getattr(trainer, "use_prefix_grouper", False):
-        return stock(trainer, batch, metrics, logging_prefix, keep_minibatch)
-    actor = trainer.config.actor_rollout_ref.actor
+    if getattr(self, "use_prefix_grouper", False):
+        return stock(self, batch, metrics, logging_prefix, keep_minibatch)
+    actor = self.config.actor_rollout_ref.actor
     _warn_of_norm(getattr(actor, "loss_agg_mode", ""), getattr(actor, "loss_scale_factor", None))
-    num_ranks, has_rows = _dp_size(trainer), isinstance(batch, DataProto)
+    num_ranks, has_rows = _dp_size(self), isinstance(batch, DataProto)
     if not has_rows:
         from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
-        multiple = trainer._get_required_batch_multiple(num_ranks)
-        batch = upsample_batch_to_divisible_size(batch, multiple, trainer.tokenizer.eos_token_id)
+        multiple = self._get_required_batch_multiple(num_ranks)
+        batch = upsample_batch_to_divisible_size(batch, multiple, self.tokenizer.eos_token_id)
     lengths = row_lengths(batch) if has_rows else np.array([tag["seq_len"] for tag in batch.tags], dtype=np.int64)
     if lengths is None:
         raise BalanceError("a batch is balanced by its attention_mask: it has none.")
-    minibatch_rows = _minibatch_rows(trainer, num_ranks=num_ranks)
+    minibatch_rows = int(actor.ppo_mini_batch_size) * int(self.config.actor_rollout_ref.rollout.n)
     ranks = order_rows(lengths, num_ranks=num_ranks, cost_model=cost_model, minibatch_rows=minibatch_rows)
     parts = [rows.tolist() for rows in ranks]
     metrics.update(log_seqlen_unbalance(seqlen_list=lengths.tolist(), partitions=parts, prefix=logging_prefix))
@@ -203,16 +188,6 @@ def _warn_of_norm(loss_agg_mode: str, loss_scale_factor: int | None) -> None:
             "which rows share it: set actor.loss_scale_factor, such as data.max_response_length.",
             loss_agg_mode,
         )
-
-
-def _minibatch_rows(trainer: Any, *, num_ranks: int) -> int:
-    """Rows of the actor's mini-batch; of the critic's where that is smaller, divides it, and the ranks divide that."""
-    config = trainer.config.actor_rollout_ref
-    actor_rows = int(config.actor.ppo_mini_batch_size) * int(config.rollout.n)
-    if not trainer.use_critic:
-        return actor_rows
-    critic_rows = int(trainer.config.critic.ppo_mini_batch_size) * int(config.rollout.n)
-    return actor_rows if actor_rows % critic_rows or critic_rows % num_ranks else critic_rows
 
 
 def _dp_size(trainer: Any) -> int:

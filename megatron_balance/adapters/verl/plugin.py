@@ -18,20 +18,10 @@ from megatron_balance.errors import BalanceError
 VARIABLE = "MEGATRON_BALANCE_VERL"
 
 
-def read_options(text: str) -> dict[str, str]:
-    """The arguments of `install()`, from `key=value` pairs with spaces between them, or `1` for the defaults."""
-    options: dict[str, str] = {}
-    for word in text.split() if text.strip() != "1" else ():
-        key, _, value = word.partition("=")
-        if key not in ("model", "cost") or not value:
-            raise BalanceError(f"{VARIABLE} has {word!r}: it must be 1, or some of model=…, cost=flops|tokens|FILE.")
-        options[key] = value
-    return options
-
-
 _text = os.environ.get(VARIABLE, "").strip()
 if _text not in ("", "0"):
+    _words = [word.partition("=") for word in _text.split() if word != "1"]
     try:
-        install(**read_options(_text))
-    except BalanceError as error:
+        install(**{key: value for key, _, value in _words})
+    except (BalanceError, TypeError) as error:
         raise SystemExit(f"{VARIABLE}={_text!r}: {error}") from error

@@ -40,7 +40,7 @@ def test_a_global_batch_size_that_cannot_be_is_named(size):
     assert len(split_rollout([1, 2], global_batch_size=np.int64(1))) == 2
 
 
-@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=30), st.integers(1, 6))
+@given(st.lists(st.integers(0, 2**50), min_size=1, max_size=30), st.integers(1, 6))
 @example([59, 37, 37, 33, 30, 30, 21, 18, 13], 3)
 @example([*range(1, 63)], 4)
 def test_every_item_in_one_part_and_none_empty(costs, num_parts):
@@ -53,8 +53,7 @@ def test_every_item_in_one_part_and_none_empty(costs, num_parts):
         assert not equal_count or max(part.size for part in parts) == -(-len(costs) // num_parts)
         assert not equal_count or [part.size for part in parts] == sorted([part.size for part in parts], reverse=True)
         worst[equal_count] = max(sum(costs[item] for item in part) for part in parts)
-    # Larger sums lose their last bits.
-    assert worst[False] <= worst[True] or sum(costs) >= 2**60
+    assert worst[False] <= worst[True]
 
 
 @given(
@@ -83,8 +82,7 @@ def test_pairs_are_packed_once_under_the_cap(lengths, max_tokens, multiple, min_
     assert len(slots) >= min_slots
 
 
-def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(monkeypatch):
-    """Two trainers bind the host's function by value: one loads after the hooks, and one before with a method."""
+def test_modules_that_load_late_are_hooked_late_and_undone_with_the_rest(monkeypatch):
     late = Installation("late_host", remedy="")
 
     def load(name, **content):
@@ -92,33 +90,17 @@ def test_modules_that_load_late_are_hooked_late_and_turn_stock_with_the_rest(mon
         vars(sys.modules[name]).update(content)
         return sys.modules[name]
 
-    def rows():
-        places = (("late_host:plan", "late_host"), ("late_host:plan", "old_trainer"), ("new_trainer:Trainer.plan", ""))
-        return [
-            Hook(
-                target=target,
-                bound_in=(place,) if place else (),
-                wrap=lambda stock: late.while_installed(stock, lambda settings, step: settings * step),
-                reason="",
-                until="",
-                late=True,
-            )
-            for target, place in places
-        ]
+    def rows(target):
+        return [Hook(target=target, wrap=lambda stock: lambda step: 10 * stock(step), reason="a test")]
 
     host = load("late_host", plan=lambda step: step)
-    stock, old = host.plan, load("old_trainer", plan=host.plan)
-    late.install(10, rows)
-    assert [host.plan(3), old.plan(3)] == [30, 30]
-    new = load("new_trainer", plan=host.plan, Trainer=type("Trainer", (), {"plan": stock}))
-    late.install_late(rows)
-    assert [new.plan(3), new.Trainer.plan(3)] == [30, 30]
+    stock = host.plan
+    late.install(10, lambda: rows("late_host:plan"))
+    new = load("new_trainer", Trainer=type("Trainer", (), {"plan": stock}))
+    late.install_late(lambda: rows("new_trainer:Trainer.plan"))
+    assert [host.plan(3), new.Trainer.plan(3)] == [30, 30]
     late.undo()
-    assert [host.plan, old.plan, new.Trainer.plan] == [stock] * 3
-    assert new.plan(3) == 3
-    late.install(20, rows)
-    assert [host.plan(3), old.plan(3), new.plan(3)] == [60, 60, 60]
-    late.undo()
+    assert [host.plan, new.Trainer.plan] == [stock] * 2
 
 
 HOST = """

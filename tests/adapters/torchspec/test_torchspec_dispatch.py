@@ -160,5 +160,5 @@ def test_an_argument_that_cannot_be_is_named(host, arguments, named):
 
 
 def test_a_missing_torchspec_is_told():
-    with pytest.raises(BalanceError, match="torchspec is not installed"):
+    with pytest.raises(BalanceError, match="there is no module torchspec"):
         torchspec.install(approach="A")

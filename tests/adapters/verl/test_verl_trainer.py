@@ -17,7 +17,7 @@ def work(tokens):
     return tokens**2 + 24576 * tokens
 
 
-def trainer_of(*, ppo_mini_batch_size, rollout_n=1, critic_prompts=None, **attributes):
+def trainer_of(*, ppo_mini_batch_size, rollout_n=1, **attributes):
     """The parts of a trainer that `_balance_batch` reads. Eight workers, two to a data-parallel rank."""
     actor = SimpleNamespace(ppo_mini_batch_size=ppo_mini_batch_size, get=lambda key: ppo_mini_batch_size)
     role = SimpleNamespace(actor=actor, rollout=SimpleNamespace(n=rollout_n))
@@ -27,11 +27,10 @@ def trainer_of(*, ppo_mini_batch_size, rollout_n=1, critic_prompts=None, **attri
         config=SimpleNamespace(
             actor_rollout_ref=role,
             trainer=SimpleNamespace(critic_warmup=0),
-            critic=SimpleNamespace(ppo_mini_batch_size=critic_prompts),
         ),
         actor_rollout_wg=group,
         tokenizer=SimpleNamespace(eos_token_id=0),
-        use_critic=critic_prompts is not None,
+        use_critic=False,
         global_steps=1,
         **attributes,
     )
@@ -70,15 +69,10 @@ def slices_of(rows, *, minibatch_rows):
     return rows.reshape(DP_SIZE, -1, minibatch_rows // DP_SIZE).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize(
-    ("form", "critic_prompts"),
-    [("rows, mini-batches kept", None), *[("rows", size) for size in (None, 3, 4, 8)], ("keys", None), ("keys", 4)],
-)
-def test_every_mini_batch_keeps_its_rows_and_is_balanced(form, critic_prompts):
-    """R15: the smaller mini-batches of actor and critic; three prompts do not divide the actor's four."""
-    trainer = trainer_of(
-        ppo_mini_batch_size=8 if critic_prompts == 4 else 4, rollout_n=4, critic_prompts=critic_prompts
-    )
+@pytest.mark.parametrize("form", ["rows, mini-batches kept", "rows", "keys"])
+def test_every_mini_batch_keeps_its_rows_and_is_balanced(form):
+    """R15."""
+    trainer = trainer_of(ppo_mini_batch_size=4, rollout_n=4)
     if form == "keys":
         rows, metrics = balance_keys(trainer)
     else:
