@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
 from megatron_balance.runtime.gather import GatheredLengths
+from megatron_balance.samples.prefix_packing import PrefixTree
 from megatron_balance.samples.sample import Samples
 from megatron_balance.topology import Topology
 
@@ -73,16 +74,18 @@ def loss_weights(
 def token_weights(sizes: MicrobatchSizes, number: int, *, topology: Topology) -> Tensor:
     """Weights of the tokens of a micro-batch on each of its context-parallel ranks, 0 for filler."""
     assert sizes.loss_weights is not None, "this step has weights"
-    if trees := sizes.trees():
-        tree, before = trees[number], np.append(0, np.cumsum(sizes.loss_weights[number]))
-        sums = before[tree.first_samples + tree.num_samples] - before[tree.first_samples]
-        means = sums / np.maximum(tree.num_samples, 1)  # the loss mask has their number
-        return torch.from_numpy(np.repeat(means, np.diff(tree.starts)).astype(np.float32))
+    lengths, num_tokens = sizes.sequence_lengths[number], sizes.num_tokens[number]
+    if sizes.shared is not None:
+        tree, sums = PrefixTree.of(lengths, sizes.shared[number], num_tokens=num_tokens), np.zeros(num_tokens)
+        for weight, path in zip(sizes.loss_weights[number], tree.paths, strict=True):
+            sums[path] += weight
+        means = sums / np.maximum(tree.multiplicity, 1)  # the loss mask has their number
+        return torch.from_numpy(means.astype(np.float32))
     # Each rank holds two chunks of every padded sequence, or the whole one.
-    cp_size, lengths = sizes.cp_sizes[number], np.array(sizes.sequence_lengths[number], dtype=np.int64)
+    cp_size = sizes.cp_sizes[number]
     multiple = topology.with_cp_size(cp_size).token_multiple
-    widths = -(-lengths // multiple) * multiple // cp_size
-    values = np.zeros(sizes.num_tokens[number] // cp_size, dtype=np.float32)
+    widths = -(-np.array(lengths, dtype=np.int64) // multiple) * multiple // cp_size
+    values = np.zeros(num_tokens // cp_size, dtype=np.float32)
     values[: widths.sum()] = np.repeat(sizes.loss_weights[number], widths)
     return torch.from_numpy(values)
 

@@ -4,8 +4,8 @@ In the order of the plan every sample adds the tokens behind those that it share
 part in front of the last token that they have in common, whose labels differ: every token has one label, and the loss
 mask is the sum of its samples' masks, so that a loss that is linear in the mask is what it is without sharing.
 
-A node is a run of tokens that the same samples hold. The nodes below it follow it at once (depth first): each node
-attends to itself causally, and what is below to all of it.
+A token is followed at once by all tokens behind it in its samples (depth first): it attends to those before it that
+do not end, with these, before it comes.
 """
 
 from __future__ import annotations
@@ -27,78 +27,34 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The nodes of a micro-batch, in the order of their tokens; filler is in nodes without samples.
+    """The tokens of a micro-batch in the order of its samples; filler is in no sample.
 
     Attributes:
-        starts: `[num_nodes + 1]` the first token of each, and the end.
-        ends: `[num_nodes]` the end of the nodes below each.
-        first_positions: `[num_nodes]` the position of its first token in its samples.
-        first_samples, num_samples: `[num_nodes]` the first sample that holds each, and how many follow one another.
-        shared: of each sample, tokens that it shares with the one before it.
+        positions: `[num_tokens]` the position of each token in its samples.
+        ends: `[num_tokens]` where the tokens end that follow it in its samples.
+        multiplicity: `[num_tokens]` samples that hold each token.
+        paths: of each sample, the places of its tokens.
     """
 
-    starts: Ints
+    positions: Ints
     ends: Ints
-    first_positions: Ints
-    first_samples: Ints
-    num_samples: Ints
-    shared: Sequence[int]
+    multiplicity: Ints
+    paths: Sequence[Ints]
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int], *, num_tokens: int) -> PrefixTree:
         """The tree of samples of these lengths, of which each shares so many tokens with the one before it."""
         filler = num_tokens - (sum(lengths) - sum(shared))
         fillers = [(min(FILLER_TOKENS, filler - start), 0) for start in range(0, filler, FILLER_TOKENS)]
-        runs = [*zip(lengths, shared, strict=True), *fillers]
-        starts = _cuts(runs)
-        ends, first_positions, first_samples, num_samples = np.zeros((4, starts.size - 1), dtype=np.int64)
-        path: list[tuple[int, int]] = []  # of the sample before: nodes, and the position where each ends
-        node = place = 0
-        for sample, (length, common) in enumerate([*runs, (0, 0)]):
-            while path and path[-1][1] > common:
-                left, _ = path.pop()
-                ends[left], num_samples[left] = place, sample - first_samples[left]
-            position, place = common, place + length - common
-            while node < ends.size and starts[node] < place:
-                first_positions[node], first_samples[node] = position, sample
-                position += int(starts[node + 1] - starts[node])
-                path.append((node, position))
-                node += 1
-        is_filler = starts[:-1] >= num_tokens - filler
-        first_samples[is_filler] = num_samples[is_filler] = 0
-        return cls(starts, ends, first_positions, first_samples, num_samples, shared)
-
-    @property
-    def positions(self) -> Ints:
-        """`[num_tokens]` the position of each token in its samples."""
-        return np.arange(self.starts[-1]) + np.repeat(self.first_positions - self.starts[:-1], np.diff(self.starts))
-
-    @property
-    def multiplicity(self) -> Ints:
-        """`[num_tokens]` samples that hold each token."""
-        return np.repeat(self.num_samples, np.diff(self.starts))
-
-    @property
-    def token_ends(self) -> Ints:
-        """`[num_tokens]` where the node of each token ends, with all nodes below it."""
-        return np.repeat(self.ends, np.diff(self.starts))
-
-
-def _cuts(runs: Sequence[tuple[int, int]]) -> Ints:
-    """Where nodes begin, and the end: where a sample begins to add tokens, and where a later one leaves it."""
-    cuts: set[int] = set()
-    path: list[tuple[int, int]] = []  # what the sample before is made of: first positions, and their tokens
-    place = 0
-    for length, common in runs:
-        while path and path[-1][0] >= common:
-            path.pop()
-        if path:
-            cuts.add(path[-1][1] + common - path[-1][0])
-        if length > common:
-            cuts.add(place)
-            path.append((common, place))
+        positions, ends, multiplicity = np.zeros((3, num_tokens), dtype=np.int64)
+        paths, path, place = list[Ints](), np.zeros(0, dtype=np.int64), 0
+        for length, common in [*zip(lengths, shared, strict=True), *fillers]:
+            path = np.append(path[:common], np.arange(place, place + length - common))
             place += length - common
-    return np.array(sorted(cuts | {place}), dtype=np.int64)
+            positions[path], ends[path] = np.arange(length), place
+            multiplicity[path] += len(paths) < len(lengths)
+            paths.append(path)
+        return cls(positions, ends, multiplicity, paths[: len(lengths)])
 
 
 def check_shareable(samples: Samples, *, weighting: str | None = None) -> None:
@@ -133,31 +89,33 @@ def pack_shared(samples: Samples, *, tree: PrefixTree, masks_differ: bool = True
     Raises:
         BalanceError: shared tokens differ in any key but the loss mask: hashes were equal by chance.
     """
-    assert samples.schema is not None, "a dummy has the schema of the run"
-    keys = [key for key in samples.schema.keys if key.kind == "per_token" and key.name != "position_ids"]
-    samples = samples.select(samples.lengths.nonzero()[0])
-    shared, filler = tree.shared, int((tree.multiplicity == 0).sum())
+    schema, samples = samples.schema, samples.select(samples.lengths.nonzero()[0])
+    assert schema is not None, "a dummy has the schema of the run"
+    paths = [torch.from_numpy(path) for path in tree.paths]
     batch = tree_starts(tree)
-    for key in keys:
-        column = samples.columns.get(key.name, ())
-        for index, common in enumerate(shared if key.name != "loss_mask" or not masks_differ else ()):
-            if common and not torch.equal(column[index - 1][:common], column[index][:common]):
-                raise BalanceError(
-                    f"--balance-share-prefixes: by their hashes two samples share {common} tokens, and {key.name} "
-                    "differs among them: train without the flag, and report this with the samples."
-                )
-        added = [values[common:] for values, common in zip(column, shared, strict=True)]
-        batch[key.name] = torch.cat([*added, torch.zeros(filler, *key.shape, dtype=key.dtype)]).unsqueeze(0)
-    mask, path, place = batch["loss_mask"][0], np.zeros(0, dtype=np.int64), 0
-    for values, common in zip(samples.columns.get("loss_mask", ()), shared, strict=True):
-        path = np.append(path[:common], np.arange(place, place + len(values) - common))
-        mask[path[:common]] += values[:common]
-        place += len(values) - common
+    for key in schema.keys:
+        if key.kind != "per_token" or key.name == "position_ids":
+            continue
+        values = torch.zeros(tree.positions.size, *key.shape, dtype=key.dtype)
+        rows = [*zip(paths, samples.columns.get(key.name, ()), strict=True)]
+        for path, row in rows:
+            values[path] = row
+        may_differ = key.name == "loss_mask" and masks_differ
+        if not may_differ and not all(torch.equal(values[path], row) for path, row in rows):
+            raise BalanceError(
+                f"--balance-share-prefixes: by their hashes two samples begin alike, and {key.name} differs among the "
+                "tokens that they share: train without the flag, and report this with the samples."
+            )
+        if key.name == "loss_mask":
+            values.zero_()
+            for path, row in rows:
+                values[path] += row
+        batch[key.name] = values.unsqueeze(0)
     return batch | {"position_ids": torch.from_numpy(tree.positions).unsqueeze(0)}
 
 
 def tree_starts(tree: PrefixTree) -> dict[str, Tensor]:
     """`cu_seqlens` int32 `[1, 2]` of one sequence, and `max_seqlen` `[1]`, which rotary embeddings make rows for."""
     longest = int(tree.positions.max()) + 1
-    ends = torch.tensor([[0, int(tree.starts[-1])]], dtype=torch.int32)
+    ends = torch.tensor([[0, tree.positions.size]], dtype=torch.int32)
     return {"cu_seqlens": ends, "max_seqlen": torch.tensor([longest], dtype=torch.int32)}

@@ -40,9 +40,9 @@ def common(first, second):
 
 
 def seen_by(tree):
-    """`[num_tokens, num_tokens]` what each token attends to: its nodes and those above it, in the samples' order."""
-    places = np.arange(tree.starts[-1])
-    return (places <= places[:, None]) & (places[:, None] < tree.token_ends)
+    """`[num_tokens, num_tokens]` what each token attends to: those before it in its samples."""
+    places = np.arange(tree.positions.size)
+    return (places <= places[:, None]) & (places[:, None] < tree.ends)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -94,10 +94,10 @@ def check_pack(rng):
 def test_what_differs_is_not_shared():
     rows = [[(1, 2), (2, 3), (3, 4)], [(1, 2), (2, 3), (3, 5)]]
     masks = [[0.0, 0.0, 1.0]] * 2
-    with pytest.raises(BalanceError, match="share 3 tokens, and labels differs"):
+    with pytest.raises(BalanceError, match="begin alike, and labels differs"):
         pack_shared(samples_of(rows, masks), tree=PrefixTree.of([3, 3], [0, 3], num_tokens=3))
     advantages = [torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 1.0])]
-    with pytest.raises(BalanceError, match="share 2 tokens, and advantages differs"):
+    with pytest.raises(BalanceError, match="begin alike, and advantages differs"):
         pack_shared(samples_of(rows, masks, advantages=advantages), tree=PrefixTree.of([3, 3], [0, 2], num_tokens=4))
 
 

@@ -17,7 +17,7 @@ def attention_over(request, monkeypatch):
         return lambda tree: attention.attention_over(tree, device=torch.device("cpu"))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on CPUs
     monkeypatch.setattr(attention, "_compiled", lambda function: function)
-    return lambda tree: attention.attention_by_block(torch.from_numpy(tree.token_ends))
+    return lambda tree: attention.attention_by_block(torch.from_numpy(tree.ends))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute")

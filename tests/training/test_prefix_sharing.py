@@ -86,7 +86,7 @@ def test_a_layer_that_ignores_the_tree_ends_the_run(train):
 
 @pytest.mark.parametrize(
     ("stand_in", "text"),
-    [("equal_hashes", "by their hashes two samples share"), ("fail_to_hash", "no room for hashes")],
+    [("equal_hashes", "by their hashes two samples begin alike"), ("fail_to_hash", "no room for hashes")],
 )
 def test_what_fails_on_one_rank_ends_the_run_on_all(train, stand_in, text):
     dense = sharing("dense", "DP2")
