@@ -17,9 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.scale.samples import SAMPLES_PER_RANK, item_of, planner_settings
+from benchmarks.scale.samples import item_of, planner_settings
 from benchmarks.scale.stages import STAGES, StageTimes
-from megatron_balance.mcore.lookahead import Fetched
 from megatron_balance.mcore.prepare import StepBuilder
 from megatron_balance.runtime import comm
 
@@ -37,7 +36,7 @@ def measure_alone(batches: NDArray[Any]) -> dict[str, Any]:
         for lengths in batches:
             items = [item_of(length) for length in lengths[0].tolist()]
             with answered(lengths), times.installed():
-                builder.build(Fetched(items), num_items=SAMPLES_PER_RANK)
+                builder.build(items)
     finally:
         dist.destroy_process_group()
     steps = times.steps[1:]

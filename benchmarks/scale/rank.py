@@ -85,7 +85,7 @@ class RankRun:
             made = prefetcher.balance(source, num_microbatches=SAMPLES_PER_RANK)
             own_cpu = time.thread_time() - own_cpu
             if step + 1 < num_steps:
-                prefetcher.prepare(source, num_microbatches=SAMPLES_PER_RANK, name=f"step {step + 1}")
+                prefetcher.prepare(num_microbatches=SAMPLES_PER_RANK, name=f"step {step + 1}")
             time.sleep(self.step_seconds)
             yield {
                 "exposed_seconds": made.exposed_seconds,

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.mcore.lookahead import Fetched
 from megatron_balance.mcore.loss_weights import joined, loss_weights
 from megatron_balance.mcore.plan_process import PlanProcess
 from megatron_balance.mcore.setup.layout import RankCoords
@@ -162,12 +161,12 @@ class StepBuilder:
         """True if this rank loads and exchanges samples."""
         return self._dp_group is not None
 
-    def build(self, fetched: Fetched, *, num_items: int, number: int = 0, new_iterator: bool = False) -> BalancedStep:
-        """One step, on every rank of the group, of the items that were fetched, or a BalanceError on every rank."""
+    def build(self, items: Sequence[Any], *, number: int = 0, new_iterator: bool = False) -> BalancedStep:
+        """One step, on every rank of the group, of items as `pull` returns them, or a BalanceError on every rank."""
         started = time.perf_counter()
         group, topology, settings = self._dp_group, self.topology, self.settings
         assert group is not None, "this rank loads data"
-        samples = self._split(fetched, num_items=num_items)
+        samples = self._split(items)
         # Whether the iterator is new, plans that the training process had to make, and what `report` says.
         reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
         gathered = gather_lengths(samples, group=group, settings=self._announced, step=number, reported=reports)
@@ -189,7 +188,7 @@ class StepBuilder:
             dp_rank=group.rank(),
             topology=topology,
             loss_weights=loss_weights(
-                gathered, weighting=self._weighting, num_microbatches=num_items * topology.dp_size
+                gathered, weighting=self._weighting, num_microbatches=len(items) * topology.dp_size
             ),
         )
         computed = int((lengths if forest is None else schedule.computed_lengths).sum())
@@ -236,15 +235,13 @@ class StepBuilder:
             exchange_seconds=time.perf_counter() - started - plan_seconds,
         )
 
-    def _split(self, fetched: Fetched, *, num_items: int) -> Samples | Failure:
+    def _split(self, items: Sequence[Any]) -> Samples | Failure:
         """The samples of this rank on the CPU, or a failure that names the item."""
-        if fetched.ended:
-            text = f"its data ended after {len(fetched.items)} of {num_items} items of this step."
-            return Failure(BalanceError(text))
-        if fetched.failure is not None:
-            return fetched.failure
         parts: list[Samples] = []
-        for index, item in enumerate(fetched.items):
+        for index, item in enumerate(items):
+            if isinstance(item, Failure):
+                ended = BalanceError(f"its data ended after {index} items of this step.")
+                return Failure(ended) if isinstance(item.error, StopIteration) else item
             part = attempt(_split_item, item, unpad=self.settings.unpad)
             if isinstance(part, Failure):
                 return replace(part, during=f"item {index} of this step")

@@ -18,7 +18,7 @@ import contextlib
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.autotune import Autotuner
-from megatron_balance.mcore.lookahead import IteratorCache, PullAhead, StepThread, pull
+from megatron_balance.mcore.lookahead import PullAhead, pull, step_thread
 from megatron_balance.mcore.microbatch import CpGroups, RunningStep
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
@@ -137,7 +137,7 @@ class BalancedForwardBackward:
                 self.last_step = step = self._evaluation.balance(source, num_microbatches=number)
                 if self._settings.overlap and self._eval_steps_left:
                     name = f"evaluation after iteration {iteration}"
-                    self._evaluation.prepare(source, num_microbatches=number, name=name)
+                    self._evaluation.prepare(num_microbatches=number, name=name)
                 return self._run(schedule, step, arguments)
 
     def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
@@ -170,7 +170,7 @@ class BalancedForwardBackward:
         # A run that ends before (by --exit-interval, time or a signal) has prepared one more, on every rank.
         is_last = self._settings.num_steps is not None and iteration >= self._settings.num_steps
         if self._settings.overlap and not is_last and not tunes:  # it is planned by what this step shows
-            prefetcher.prepare(source, num_microbatches=number, name=f"iteration {iteration + 1}")
+            prefetcher.prepare(num_microbatches=number, name=f"iteration {iteration + 1}")
         seconds = None
         try:
             losses = self._run(schedule, step, arguments, timed=telemetry.timed)
@@ -245,12 +245,11 @@ class StepPrefetcher:
         builder: StepBuilder,
         *,
         replica: dist.ProcessGroup | None = None,
-        thread: StepThread | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        self.builder, self.thread = builder, thread or StepThread()
+        self.builder, self.thread = builder, thread or step_thread()
         self._replica = replica
-        self._iterators = IteratorCache()
-        self._newest: PullAhead | None = None
+        self._iterators: list[PullAhead] = []  # the newest first, then those with items pulled ahead
         self._prepared: Future[Prepared | None] | None = None
         self.items: list[Any] | None = None  # of the newest step
         self._last: BalancedStep | None = None
@@ -267,37 +266,26 @@ class StepPrefetcher:
         if data_iterator is None:
             step = self._receive()
         elif self._last is not None and getattr(data_iterator, "replaying", False):
-            step = self._last
-            self._send(step)
+            step = self._send(self._last)
         else:
-            step = attempt(self._make, data_iterator, num_microbatches=num_microbatches)
-            self._send(step)
-            assert not isinstance(step, Failure), "it was raised"
+            step = self._send(attempt(self._make, data_iterator, num_microbatches=num_microbatches))
         self._last = replace(step, exposed_seconds=time.perf_counter() - started)
-        if num_left := self._iterators.num_left:
-            warn_once(
-                f"the iterator changed with {num_left} prefetched items unused: they are handed out when the old one "
-                "comes again. If the new one reads the same loader through a wrapper of its own, it continues after "
-                "them: wrap the loader once, or set --no-balance-overlap.",
-                topic="another iterator",
-            )
         return self._last
 
-    def prepare(self, data_iterator: Iterator[Any] | None, *, num_microbatches: int, name: str) -> None:
+    def prepare(self, *, num_microbatches: int, name: str) -> None:
         """Have the thread make the next step's data; `balance` uses it if the step pulls the same items.
 
         It warns at once of peers that do not answer or make another step, with the name of that step: training may be
         in a collective whose watchdog ends the process.
         """
-        if self._prepared is not None or data_iterator is None or self._last is None or self._last.new_iterator:
+        if self._prepared is not None or not self._iterators or self._last is None or self._last.new_iterator:
             return
-        _, ahead = self._iterators.wrap(data_iterator)
-        number = self._num_steps
+        ahead, number = self._iterators[0], self._num_steps
 
         def work() -> Prepared | None:
-            fetched = ahead.fetch(num_microbatches)
+            items = ahead.fetch(num_microbatches)
             try:
-                return fetched.items, self.builder.build(fetched, num_items=num_microbatches, number=number)
+                return items, self.builder.build(items, number=number)
             except (PeerError, OutOfStepError) as error:
                 warn_once(f"prepares {name}: {error}", every_rank=True)
                 raise
@@ -309,18 +297,43 @@ class StepPrefetcher:
     def _make(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> BalancedStep:
         """The step, from the thread or made now."""
         # No other thread may pull or meet the other ranks meanwhile. What failed there failed on every one of them.
-        self.thread.finish()
+        self.thread.submit(int).result()
         prepared = None if self._prepared is None else self._prepared.result()
         self._prepared = None
-        iterator, ahead = self._iterators.wrap(data_iterator)
-        new_iterator, self._newest = ahead is not self._newest, ahead
-        fetched, number = pull(iterator, num_microbatches), self._num_steps
-        self.items = fetched.items
+        iterator, is_new = self._wrap(data_iterator)
+        self.items, number = pull(iterator, num_microbatches), self._num_steps
         self._num_steps += 1
         # A batch size that grows pulls more.
-        if prepared is not None and [*map(id, prepared[0])] == [*map(id, fetched.items)]:
+        if prepared is not None and [*map(id, prepared[0])] == [*map(id, self.items)]:
             return prepared[1]
-        return self.builder.build(fetched, num_items=num_microbatches, number=number, new_iterator=new_iterator)
+        return self.builder.build(self.items, number=number, new_iterator=is_new)
+
+    def _wrap(self, iterator: Any) -> tuple[Iterator[Any], bool]:
+        """The iterator to ask for a step's items, and whether it is another than before. No fetch may be running.
+
+        A `PullAhead` takes the place of the source in Megatron's RerunDataIterator, for good. Iterators over one source
+        share it; one without queued items is dropped when another iterator is passed.
+        """
+        replays = hasattr(iterator, "replaying") and hasattr(iterator, "iterable")
+        source, former = iterator.iterable if replays else iterator, self._iterators
+        known = (
+            source
+            if isinstance(source, PullAhead)
+            else next((cached for cached in former if cached.source is source), None)
+        )
+        ahead = known or PullAhead(source)
+        others = [cached for cached in former if cached is not ahead and cached.num_queued]
+        self._iterators = [ahead, *others]
+        if others:
+            warn_once(
+                f"the iterator changed with {others[0].num_queued} prefetched items unused: they are handed out when "
+                "the old one comes again. If the new one reads the same loader through a wrapper of its own, it "
+                "continues after them: wrap the loader once, or set --no-balance-overlap.",
+                topic="another iterator",
+            )
+        if replays:
+            iterator.iterable = ahead
+        return (iterator if replays else ahead), former[:1] != [ahead]
 
     def _receive(self) -> BalancedStep:
         """The step of the ranks of the replica that load data."""
@@ -331,7 +344,7 @@ class StepPrefetcher:
         starts = pack(step.sizes, settings=builder.settings)
         return replace(step, microbatches=starts)
 
-    def _send(self, step: BalancedStep | Failure) -> None:
+    def _send(self, step: BalancedStep | Failure) -> BalancedStep:
         """Give the replica's other ranks the step, or the error, and raise it."""
         if isinstance(step, Failure):
             # Other ranks notice lost peers themselves, or are the lost ones.
@@ -341,3 +354,4 @@ class StepPrefetcher:
             raise step.error
         # Megatron has its writers on the last rank, which may load no data.
         broadcast_step(lambda: step.to_text(figures_of(step)), group=self._replica, digest=step.fingerprint)
+        return step

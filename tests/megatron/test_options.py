@@ -79,7 +79,9 @@ def test_every_refusal_of_the_pages_is_met_here():
     rules += re.findall(r"^- (--.+?): (.+)$", flags, flags=re.MULTILINE)
     assert len(rules) > 60
     missed = [condition for condition, message in rules if message not in messages]
-    assert [condition for condition in missed if not re.search("(engine|core|torch) before|^where$|^---", condition)] == []
+    assert [
+        condition for condition in missed if not re.search("(engine|core|torch) before|^where$|^---", condition)
+    ] == []
 
 
 @pytest.mark.parametrize("flags", ["--balance-data", PACKED])
