@@ -42,12 +42,10 @@ def divide(
         raise BalanceError(
             f"the number of items ({len(lengths)}) must be divisible by group_size ({unit_size}), which stay together."
         )
-    costs = [
-        sum(int(sample_costs(np.array(item), cost_model=cost_model).sum()) for item in lengths[start:][:unit_size])
-        for start in range(0, len(lengths), unit_size)
-    ]
-    parts = even_parts(costs, num_parts=dp_size, equal_count=equal_count)
-    return [(part[:, None] * unit_size + np.arange(unit_size)).reshape(-1).tolist() for part in parts]
+    costs = np.array([sample_costs(np.array(item), cost_model=cost_model).sum() for item in lengths], dtype=np.int64)
+    units = np.arange(costs.size).reshape(-1, unit_size)
+    parts = even_parts(costs[units].sum(axis=1), num_parts=dp_size, equal_count=equal_count)
+    return [units[part].reshape(-1).tolist() for part in parts]
 
 
 def balance_batch(
