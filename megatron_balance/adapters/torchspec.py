@@ -44,10 +44,6 @@ CONTROLLER = "torchspec.controller.training_controller"
 WINDOWS = (2, 3, 4)
 """Sizes of the pool, in dispatches: larger ones gain little and keep more hidden states in Mooncake."""
 
-MAX_DELAY_WINDOWS = 2
-"""A sample leaves at most two windows late. Without a bound it could wait for all samples that were in the pool before
-it. The bound costs 5 % of the step at a window of 2 and micro_batch_size 4, and 2 % or less elsewhere."""
-
 MAX_IDLE_CALLS = 500
 """Calls of `try_dispatch_batch` without a new sample after which the pool is taken as it is. TorchSpec's loop calls
 every 10 ms, and considers the data exhausted after the same number."""
@@ -66,7 +62,7 @@ class Settings:
         for name, choices in (
             ("approach", ("A", "B", "C")),
             ("cost", ("padded", "tokens") if self.approach == "A" else ("padded",)),
-            ("window", (1, *WINDOWS) if self.approach == "C" else WINDOWS),
+            ("window", WINDOWS),
         ):
             if getattr(self, name) not in choices:
                 text = f"{name} is {getattr(self, name)!r} with approach {self.approach}"
@@ -88,8 +84,7 @@ def install(
 
     Args:
         approach: `A`, `B` or `C`, described in the module's docstring.
-        window: dispatches' worth of samples to choose among in `B` and `C`: 2, 3 or 4; in `C` also 1, which leaves
-            dispatches in order of arrival.
+        window: dispatches' worth of samples to choose among in `B` and `C`: 2, 3 or 4.
         cost: measure of a rank's time. `padded`: its longest sample, which TorchSpec pads to. `tokens`: its tokens,
             for a trainer that packs, with `A` alone: a window chooses by padding.
         bucket_batches: for `C`, dispatches that a bucket of similar lengths holds. More shuffles more and pads more.
@@ -106,7 +101,7 @@ def _hooks(settings: Settings) -> list[Hook]:
     check_not_started(getattr(sys.modules.get(CONTROLLER), "AsyncTrainingController", None))
     reason = "gives the samples of a dispatch to ranks in turn, whatever their lengths"
     rows: list[tuple[Function, str]] = [(_partition_results, reason)]
-    if settings.approach != "A" and settings.window > 1:
+    if settings.approach != "A":
         rows.append((try_dispatch_batch, "takes the oldest samples of the pool"))
         rows.append((get_status, "reports what the choice delays"))
     if settings.approach == "C":
@@ -163,14 +158,8 @@ def try_dispatch_batch(settings: Settings, stock: Function, self: Any) -> bool:
 
 
 def get_status(settings: Settings, stock: Function, self: Any) -> dict[str, Any]:
-    """The delays that choosing causes as well; `get_full_status` asks for it."""
-    window = _window_of(self, settings)
-    return {
-        **stock(self),
-        "balance_max_delay_dispatches": window.max_delay_seen,
-        "balance_mean_delay_dispatches": window.mean_delay,
-        "balance_delay_limit_dispatches": window.max_delay,
-    }
+    """The delay that choosing causes as well; `get_full_status` asks for it."""
+    return {**stock(self), "balance_max_delay_dispatches": _window_of(self, settings).max_delay}
 
 
 def _window_of(controller: Any, settings: Settings) -> DispatchWindow:
@@ -240,18 +229,18 @@ def bucketed_order(
 class DispatchWindow:
     """Chooses what leaves the controller's pool: with the oldest sample the neighbours in length that pad the least.
 
-    Invariants: every sample leaves exactly once, at most `max_delay` dispatches after its turn in order of arrival;
-    what leaves depends on lengths and order of arrival alone. The pool is always in order of arrival: samples come in
-    at its end, and those that stay keep their order.
+    Invariants: every sample leaves exactly once, at most as many dispatches after its turn as `window + 1` dispatches
+    have samples, since the oldest leaves in each; what leaves depends on lengths and order of arrival alone. The pool
+    is always in order of arrival: samples come in at its end, and those that stay keep their order.
     """
 
     def __init__(self, window: int, *, dispatch_batch_size: int) -> None:
         self.capacity = window * dispatch_batch_size
-        self.max_delay = MAX_DELAY_WINDOWS * window
-        self.max_delay_seen = 0
+        self.max_delay = 0
+        """Dispatches, of all samples that left."""
         self._batch_size = dispatch_batch_size
         self._arrivals: list[int] = []  # of the samples in the pool, counted from the first that ever came
-        self._num_dispatches = self._sum_delay = 0
+        self._num_dispatches = 0
         self._idle_calls = self._last_pool_size = 0
 
     def holds_back(self, controller: Any) -> bool:
@@ -272,37 +261,25 @@ class DispatchWindow:
         """Bring the samples that leave now to the front of the pool, oldest first."""
         num_dispatched = self._num_dispatches * self._batch_size
         self._arrivals += range(num_dispatched + len(self._arrivals), num_dispatched + len(pool))
-        leaving, delays = [], []
+        leaving: list[Any] = []
         for position in reversed(self._choose(lengths[: self.capacity])):
             leaving.append(pool[position])
-            delays.append(max(self._num_dispatches - self._arrivals.pop(position) // self._batch_size, 0))
+            delay = self._num_dispatches - self._arrivals.pop(position) // self._batch_size
+            self.max_delay = max(self.max_delay, delay)
             del pool[position]
         pool.extendleft(leaving)
-        self.max_delay_seen = max(self.max_delay_seen, *delays)
-        self._sum_delay += sum(delays)
         self._num_dispatches += 1
         # A dispatch does not count as an arrival: the wait for the next sample starts again.
         self._idle_calls, self._last_pool_size = 0, -1
 
-    @property
-    def mean_delay(self) -> float:
-        """Mean over all samples that left; one that left early counts as 0."""
-        return self._sum_delay / max(self._num_dispatches * self._batch_size, 1)
-
     def _choose(self, lengths: Sequence[int]) -> list[int]:
         """Positions in the pool of the samples that leave, ascending; `lengths` are those to choose among."""
-        count = self._batch_size
-        last_turn = self._num_dispatches - self.max_delay
-        num_late = sum(arrival // count <= last_turn for arrival in self._arrivals[: len(lengths)])
-        # The oldest is the first to be late, and leaves anyway.
-        late = range(1, min(num_late, count))
-        free = [position for position in range(len(lengths)) if position not in late]
-        order = sorted(free, key=lambda position: (-lengths[position], position))
+        order = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
         sums = [0, *accumulate(lengths[position] for position in order)]
-        oldest, size = order.index(0), count - len(late)
+        oldest, size = order.index(0), self._batch_size
         starts = range(max(oldest - size + 1, 0), min(oldest, len(order) - size) + 1)
         start = min(starts, key=lambda first: Fraction(lengths[order[first]], max(sums[first + size] - sums[first], 1)))
-        return sorted([*late, *order[start : start + size]])
+        return sorted(order[start : start + size])
 
 
 if __name__ == "__main__":

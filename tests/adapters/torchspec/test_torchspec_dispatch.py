@@ -28,7 +28,6 @@ def drain(queue):
         {"approach": "A"},
         {"approach": "B", "window": 2},
         {"approach": "B", "window": 4},
-        {"approach": "C", "window": 1},
         {"approach": "C", "window": 2},
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
@@ -50,8 +49,7 @@ def test_a_hundred_dispatches_lose_nothing_and_fill_every_rank_alike(host, optio
             received += [result.data_id for rank in ranks for result in rank]
     assert num_dispatches == 100
     if options.get("window", 1) > 1:
-        status = controller.get_status()
-        assert 0 < status["balance_max_delay_dispatches"] <= status["balance_delay_limit_dispatches"]
+        assert 0 < controller.get_status()["balance_max_delay_dispatches"] <= 8 * (options["window"] + 1)
     remainder = [result.data_id for result in controller.sample_pool]
     assert len(remainder) == 5
     assert sorted(received + remainder) == sorted(result.data_id for result in results)
@@ -67,7 +65,7 @@ def test_it_waits_for_the_window_while_prompts_are_to_come(host):
 
 
 def test_none_leaves_later_than_the_bound(host):
-    """Each oldest sample comes with seven of its length: others of the first dispatch would wait eight turns."""
+    """Each oldest sample comes with seven of its length: the others of the first dispatch leave one at a time."""
     host.install("B", window=2)
     controller = host.controller(dp_size=2, micro_batch_size=4)
     controller.prompt_buffer.append("more")
@@ -76,8 +74,7 @@ def test_none_leaves_later_than_the_bound(host):
     for turn in range(1, 9):
         assert controller.try_dispatch_batch()
         controller.push_inference_results(host.results([2 ** (turn + 8), *[2**turn] * 7], start=8 + 8 * turn))
-    status = controller.get_status()
-    assert status["balance_max_delay_dispatches"] == status["balance_delay_limit_dispatches"] == 4
+    assert controller.get_status()["balance_max_delay_dispatches"] == 7 < 3 * 8
 
 
 @pytest.mark.parametrize("max_size", [4, 5, 8, 15, 40])
@@ -123,7 +120,7 @@ IN_WINDOW = {"try_dispatch_batch", "get_status"}
 
 @pytest.mark.parametrize(
     ("approach", "window", "hooked"),
-    [("A", 2, set()), ("B", 2, IN_WINDOW), ("C", 2, IN_WINDOW | {"_prepare_dataset"}), ("C", 1, {"_prepare_dataset"})],
+    [("A", 2, set()), ("B", 2, IN_WINDOW), ("C", 2, IN_WINDOW | {"_prepare_dataset"})],
 )
 def test_each_approach_replaces_its_methods_and_undo_restores_the_very_objects(host, approach, window, hooked):
     before = dict(vars(host.hooked_class))
@@ -147,7 +144,7 @@ def test_a_class_that_ray_has_not_decorated_is_hooked_itself(host):
     ("arguments", "named"),
     [
         ({"approach": "D"}, "approach is 'D'"),
-        ({"approach": "B", "window": 1}, "window is 1"),
+        ({"approach": "C", "window": 1}, "window is 1"),
         ({"approach": "B", "window": 5}, "window is 5"),
         ({"approach": "A", "cost": "flops"}, "cost is 'flops'"),
         ({"approach": "B", "cost": "tokens"}, "cost is 'tokens' with approach B"),
