@@ -188,15 +188,6 @@ def test_tensor_parallelism_pads(tmp_path):
     assert policies["balance-data"]["padding"] == pytest.approx(3 / 1004)  # of sequence parallelism
 
 
-def test_sparse_attention_of_stock_is_counted_by_its_own_packs(tmp_path):
-    """Without fused kernels every pack costs the square of its tokens: one sample for stock, a full pack else."""
-    file = write_lengths(tmp_path, *[1000] * 8)
-    arguments = [file, *batch_of(8, 1, 8000)]
-    policies = figures_of(tmp_path, *arguments, "--model", "DeepSeek-V3.2")["policies"]
-    assert policies["packed"]["num_microbatches"] == 1
-    assert policies["packed"]["speedup"] < 1  # eight times the attention of stock
-
-
 def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file, tmp_path):
     """Fault: `--device 400`, the docs' example, set r = 1, and the flags advised were 9 % slower."""
     one, two, slow = (

@@ -142,8 +142,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     if options.get("use_megatron_fsdp") or options.get("use_torch_fsdp2"):
         topology = replace(topology, fully_sharded=True)
     seconds = None if args.cost in (None, "tokens", "flops") else Calibration.read(Path(args.cost))
-    cap = limits.max_tokens_per_gpu or 0
-    costs = CompareCosts(args.cost, args.model, args.device, record, cap, options, seconds)
+    costs = CompareCosts(args.cost, args.model, args.device, record, options, seconds)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
     batches = read_batches(args, record=record, topology=topology, limits=limits)
@@ -179,13 +178,13 @@ def _compare(args: argparse.Namespace) -> bytes:
         if note:
             say(f"Note: {note}", style="yellow")
     results: list[PolicyResult] = []
-    row_tokens, num_steps = batches.steps[0].row_tokens, len(batches.steps)
+    num_steps = len(batches.steps)
     for policy in policies:
         steps = []
         for step in comparison.plan(policy, batches.steps):
             steps.append(step)
             show_progress(f"{policy.name}: planned {len(steps)} of {num_steps} steps")
-        results.append(comparison.judge(policy, steps, row_tokens=row_tokens))
+        results.append(comparison.judge(policy, steps))
     show_progress()
     stock = results[0]
     advised, sentences = recommend(results, comparison=comparison, record=record)

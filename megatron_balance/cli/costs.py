@@ -3,7 +3,7 @@
 Costs become seconds by a seconds.json, which holds them, or by the rates of `--device`; else only ratios are shown.
 
 If the model is known, the cost includes what context-parallel ranks receive; optimiser, data loading and other
-communication are not included. Sparse attention is counted by the pack, as in training.
+communication are not included.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class CompareCosts:
     model: str | None
     device: str | None
     record: RunRecord | None
-    max_tokens_per_gpu: int  # of a full pack
     script_options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the training script
     calibration: Calibration | None = None  # that of `--cost`, or what was fitted
 
@@ -90,8 +89,8 @@ class CompareCosts:
             raise BalanceError("the cost is flops, but the model is missing: add --model.")
         return self.shape
 
-    def on(self, topology: Topology, *, name: str = "", pack_tokens: int | None = None) -> RunCosts:
-        """The costs of training on these ranks, by the name that judges or another; packs are full up to the cap."""
+    def on(self, topology: Topology, *, name: str = "") -> RunCosts:
+        """The costs of training on these ranks, by the name that judges or another."""
         name, record = name or self.name, self.record
         if record is not None and self.cost is None and self.model is None and self.calibration is None:
             costs = record.info.cost_model
@@ -104,7 +103,6 @@ class CompareCosts:
             **self.script_options,
             "balance_cost": name,
             "balance_attention_rate": None if self.rates is None else self.attention_rate,
-            "max_tokens_per_gpu": self.max_tokens_per_gpu if pack_tokens is None else pack_tokens // topology.cp_size,
         }
         return run_costs(
             options,

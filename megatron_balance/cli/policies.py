@@ -178,11 +178,11 @@ class Comparison:
             rows = {"rows": batch.rows, "row_tokens": batch.row_tokens}
             yield StepRecord.from_schedule(schedule, iteration=iteration, plan_seconds=seconds, **rows)
 
-    def judge(self, policy: Policy, steps: Sequence[StepRecord], *, row_tokens: int | None = None) -> PolicyResult:
-        """The plans of a policy, judged as those of all others; stock has a sample, or `row_tokens`, in each pack."""
+    def judge(self, policy: Policy, steps: Sequence[StepRecord]) -> PolicyResult:
+        """The plans of a policy, judged as those of all others."""
         topology = steps[0].topology
         info = RunInfo(
-            cost_model=self.costs.on(topology, pack_tokens=None if policy.flags else row_tokens or 0).model,
+            cost_model=self.costs.on(topology).model,
             cost_name=self.costs.name,
             topology=topology,
             limits=self.limits,

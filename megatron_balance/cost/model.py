@@ -148,7 +148,6 @@ class CostModel:
         *,
         ep_size: int = 1,
         frozen_encoder: bool = False,
-        pack_tokens: int = 0,
         layout: PipelineLayout | None = None,
         linear_tflops: float = 1.0,
         attention_tflops: float = 1.0,
@@ -165,8 +164,6 @@ class CostModel:
             shape: the model.
             ep_size: expert-parallel ranks. Above 1 the routed experts' part is kept apart in `expert_linear`.
             frozen_encoder: the vision encoder is not trained.
-            pack_tokens: tokens of a full pack. Sparse attention without fused kernels computes all pairs of a pack, so
-                that a token costs as much as the pack is long; 0 to count as if a sample were alone in its pack.
             layout: the chunks of the pipeline's stages, whose parts become `stages`; None for equal parts.
             linear_tflops: rate of all that is linear in tokens, 10**12 FLOP/s of one GPU in training.
             attention_tflops: rate of the attention core, causal, whose backward pass is 2.5 times its forward.
@@ -180,7 +177,7 @@ class CostModel:
         slowdown = Fraction(linear_tflops) / Fraction(attention_tflops)
 
         def cost(chunk: Chunk) -> CostModel:
-            terms = _training_flops(shape, chunk, slowdown=slowdown, pack_tokens=pack_tokens, frozen=frozen_encoder)
+            terms = _training_flops(shape, chunk, slowdown=slowdown, frozen=frozen_encoder)
             if ep_size == 1:
                 terms["linear"] += terms.pop("expert_linear")
             if not any(terms.values()):  # an embedding alone
@@ -305,25 +302,17 @@ class CostModel:
         )
 
 
-def _training_flops(
-    shape: ModelShape, chunk: Chunk, *, slowdown: Fraction, pack_tokens: int, frozen: bool
-) -> dict[str, Any]:
+def _training_flops(shape: ModelShape, chunk: Chunk, *, slowdown: Fraction, frozen: bool) -> dict[str, Any]:
     """Coefficients of a chunk of the model: FLOPs, those of attention times `slowdown`."""
-    unfused, loss = pack_tokens and not shape.dsa_fused, shape.dsa_indexer_loss
-    # How often a GEMM runs, and half of an attention core: twice forward, five times backward.
-    passes = {"dsa_indexer": (1 + loss, 2 + 4 * loss), "dsa_target": (0, 2)}  # the indexer's input is detached
     linear = expert_linear = 0
     halves: Counter[int] = Counter()  # of cores, by window; 0 where there is none
     for part, flops in fwd_flops_by_part(shape, chunk).items():
-        gemm_passes, core_halves = passes.get(part, (3 - (shape.lora_rank > 0), 7))
+        # How often a GEMM runs, and half of an attention core: twice forward, five times backward. Indexers only pick.
+        gemm_passes, core_halves = (1, 2) if part == "dsa_indexer" else (3 - (shape.lora_rank > 0), 7)
         linear += gemm_passes * flops.linear
         expert_linear += gemm_passes * flops.expert_linear
-        cores = {0: flops.quadratic, **dict(flops.windows)}
-        if unfused and part.startswith("dsa"):
-            # All pairs, the masked half included, forward and twice backward where there is a gradient.
-            linear += (3 if part == "dsa" else core_halves // 2) * 2 * sum(cores.values()) * pack_tokens
-        else:
-            halves.update({window: core_halves * coefficient for window, coefficient in cores.items()})
+        for window, core_flops in ((0, flops.quadratic), *flops.windows):
+            halves[window] += core_halves * core_flops
 
     def core(halves: int) -> int:
         return math.ceil(Fraction(halves, 2) * slowdown)

@@ -162,7 +162,6 @@ def run_costs(
             model,
             ep_size=topology.ep_size,
             attention_tflops=rate,
-            pack_tokens=(options.get("max_tokens_per_gpu") or 0) * topology.cp_size,
             layout=layout_of(options, topology=topology, shape=model),
         )
     else:

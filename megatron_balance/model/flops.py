@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # ModelShape checks what its layers need
 class Layer:
     """One layer: its mixer and MLP, each None in a hybrid model's layer that is the polynomial.
 
-    `dsa_shared` is sparse attention to the keys that an earlier layer's indexer picked. `window` is the tokens that a
-    query attends to, itself included; 0 where it attends to all before it, or to the keys that sparse attention picks.
+    `window` is the tokens that a query attends to, itself included; 0 where it attends to all before it, or to the keys
+    that sparse attention picks.
     """
 
     mixer: str | None
@@ -58,7 +58,6 @@ _LATENT = ("kv_lora_rank", "qk_head_dim", "v_head_dim")
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "mla": _LATENT,
-    "dsa_shared": (*_LATENT, "dsa_indexer_topk"),
     "dsa": (*_LATENT, "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
     "gated_delta_net": (
         "linear_key_head_dim",
@@ -217,12 +216,6 @@ def _dsa_indexer(shape: ModelShape) -> FlopsPolynomial:
     return FlopsPolynomial(2 * weights, quadratic=heads * width)
 
 
-def _dsa_target(shape: ModelShape) -> FlopsPolynomial:
-    """The target of the indexer's loss, if it has one: scores of the main attention for all keys."""
-    scores = shape.num_attention_heads * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim)
-    return FlopsPolynomial(quadratic=scores * shape.dsa_indexer_loss)
-
-
 def _gated_delta_net(shape: ModelShape) -> FlopsPolynomial:
     """Sizes as in megatron.core.ssm.gated_delta_net; the chunked kernel's extra products are not counted."""
     keys = shape.linear_num_key_heads * shape.linear_key_head_dim
@@ -262,8 +255,7 @@ _PARTS: Mapping[str | None, dict[str, Callable[[ModelShape], FlopsPolynomial]]] 
     None: {},
     "attention": {"attention": _attention},
     "mla": {"mla": _mla},
-    "dsa": {"dsa": _dsa, "dsa_indexer": _dsa_indexer, "dsa_target": _dsa_target},
-    "dsa_shared": {"dsa": _dsa},
+    "dsa": {"dsa": _dsa, "dsa_indexer": _dsa_indexer},
     "gated_delta_net": {"gated_delta_net": _gated_delta_net},
     "mamba": {"mamba": _mamba},
     "dense": {"dense": _dense},
@@ -282,7 +274,7 @@ def exchange_numbers(shape: ModelShape, layers: Iterable[Layer], *, tp_size: int
     - `cp_all_to_all`: what mixers work on by heads in place of tokens, once each way (megatron.core 0.19,
       ssm/gated_delta_net/gdn.py: queries, keys, values, gates and two numbers a head, and values back;
       ssm/mamba_context_parallel.py: `pre_conv_ssm` and `post_conv_ssm`, groups repeated for more ranks counted once);
-    - `cp_all_gather`: the latent key of sparse attention, once each way, and its indexer's, back with a loss
+    - `cp_all_gather`: the latent key of sparse attention, once each way, and its indexer's, forward
       (transformer/experimental_attention_variant/dsa.py). All heads share them: each tensor-parallel rank gathers all.
     """
     ring = all_to_all = all_gather = 0
@@ -300,7 +292,7 @@ def exchange_numbers(shape: ModelShape, layers: Iterable[Layer], *, tp_size: int
             inner = shape.mamba_num_heads * shape.mamba_head_dim
             groups = shape.mamba_num_groups * shape.mamba_state_dim
             all_to_all += 2 * (3 * inner + 2 * groups + shape.mamba_num_heads)
-        elif layer.mixer in ("dsa", "dsa_shared"):
-            indexer = shape.dsa_indexer_head_dim * (1 + shape.dsa_indexer_loss) * (layer.mixer == "dsa")
-            all_gather += tp_size * (2 * (shape.kv_lora_rank + shape.qk_pos_emb_head_dim) + indexer)
+        elif layer.mixer == "dsa":
+            latent = shape.kv_lora_rank + shape.qk_pos_emb_head_dim
+            all_gather += tp_size * (2 * latent + shape.dsa_indexer_head_dim)
     return {"cp_exchange": ring, "cp_all_to_all": all_to_all, "cp_all_gather": all_gather}

@@ -38,7 +38,6 @@ _SYMBOLS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_atten
 _NAMES: dict[str, list[str]] = _TABLE["names"]
 """By field of a ModelShape, or by subject, the keys that may hold it: the first that a file has counts. Another name is
 the key itself."""
-_SWITCHES = {"gated_mlp", "attn_output_gate", "use_sliding_window", *_TABLE["refused_keys"]}  # may be true or false
 
 
 def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
@@ -84,10 +83,7 @@ class _Keys:
         if key is None:
             return default
         self.used.add(key)
-        value = self._values[key]
-        if isinstance(value, bool) and key not in _SWITCHES:  # it would count as 1
-            raise BalanceError(f"{key} is {value} in the Hugging Face config: it must be a number.")
-        return value
+        return self._values[key]
 
     def need(self, name: str) -> Any:
         value = self.get(name)
@@ -156,17 +152,11 @@ def _fields(keys: _Keys) -> Fields:
         (not latent and keys.get("v_head_dim", default=width) != width, "values of another width than keys"),
     )
     if latent:
-        result |= _latent(keys, len(kinds))
+        result |= _latent(keys)
     if keys.get("num_experts") and (not pattern or "E" in pattern):
         result |= _experts(keys, result["num_layers"])
-    if pattern or keys.get("mamba_d_state"):
-        if not pattern:  # Granite has an MLP after either mixer
-            mlp = "E" if "num_experts" in result else "-"
-            pattern = "".join(("M" if kind == "linear_attention" else "*") + mlp for kind in kinds)
-            if mlp == "-":
-                result["ffn_hidden_size"] = keys.get("shared_intermediate_size", default=result["ffn_hidden_size"])
-        hybrid = {"num_layers": len(pattern), "moe_layer_freq": (), "hybrid_layer_pattern": pattern}
-        return result | hybrid | keys.sizes("mamba")
+    if pattern:
+        return result | {"moe_layer_freq": (), "hybrid_layer_pattern": pattern} | keys.sizes("mamba")
     if "sliding_attention" in kinds:
         # Hugging Face counts the query's own token in the window, FlashAttention and Megatron do not.
         result["window_size"] = (keys.need("sliding_window") - 1, 0)
@@ -181,16 +171,12 @@ def _layer_kinds(keys: _Keys) -> list[str]:
     """The token mixer of each layer, from a list or from the family's rule."""
     if (num_layers := keys.need("num_hidden_layers")) > MAX_LAYERS:
         raise BalanceError(f"num_hidden_layers is {num_layers} in the Hugging Face config: give at most {MAX_LAYERS}.")
-    granite = {"mamba": "linear_attention", "attention": "full_attention"}
     mixers = {"full_attention", "sliding_attention", "linear_attention", "indexed_attention"}
-    listed = [granite.get(kind, kind) for kind in keys.listed("layer_types", {*mixers, *granite})]
+    listed = keys.listed("layer_types", mixers)
     # Without a list layers repeat a period: letters, G for attention to all, or a number, the last of which is G.
     local_mixer, period = "linear_attention", keys.get("full_attention_interval")
     if not period and keys.get("sliding_window") and keys.get("use_sliding_window", default=True):
-        local_mixer, period = "sliding_attention", keys.get("period of windows", default="")
-        first = keys.get("max_window_layers") if keys.get("use_sliding_window") else None
-        if first is not None:
-            period = "G" * min(first, num_layers) + "L" * (num_layers - first)
+        local_mixer, period = "sliding_attention", keys.get("period of windows")
         keys.refuse((not listed and not period, "a sliding_window without layer_types, and so layers"))
     pattern = period if isinstance(period, str) else "L" * (min(period or 1, num_layers + 1) - 1) + "G"
     kinds = listed or ["full_attention" if pattern[i % len(pattern)] == "G" else local_mixer for i in range(num_layers)]
@@ -203,25 +189,17 @@ def _layer_kinds(keys: _Keys) -> list[str]:
         (
             sparse and (mixed or not keys.get("dsa_indexer_topk")),
             "sparse attention in some layers only, or without index_topk",
-        ),
-        (not listed and keys.get("mamba_d_state"), "Mamba without a list of layers"),
+        )
     )
     return kinds
 
 
 def _experts(keys: _Keys, num_layers: int) -> Fields:
-    freq = keys.get("moe_layer_freq", default=1)
     if listed := keys.listed("mlp_layer_types", {"dense", "sparse"}):
         is_moe = [kind == "sparse" for kind in listed]
-    elif isinstance(freq, list):
-        is_moe = [bool(entry) for entry in cast("list[int]", freq)]
     else:
-        dense, first = keys.get("mlp_only_layers", default=()), keys.get("first MoE layer", default=0)
-        last = keys.get("moe_layer_end_index", default=-1) % num_layers
-        step = keys.get("period of MoE layers", default=1)
-        is_moe = [
-            first <= i <= last and i % freq == 0 and i not in dense and (i + 1) % step == 0 for i in range(num_layers)
-        ]
+        first = keys.get("first MoE layer", default=0)
+        is_moe = [index >= first for index in range(num_layers)]
     width = keys.get("moe_ffn_hidden_size") or keys.need("intermediate_size" if all(is_moe) else "moe_ffn_hidden_size")
     shared = keys.get("number of shared experts", default=0) * width
     return {
@@ -234,7 +212,7 @@ def _experts(keys: _Keys, num_layers: int) -> Fields:
     }
 
 
-def _latent(keys: _Keys, num_layers: int) -> Fields:
+def _latent(keys: _Keys) -> Fields:
     # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
     heads = keys.need("num_attention_heads")
     result: Fields = {
@@ -246,19 +224,8 @@ def _latent(keys: _Keys, num_layers: int) -> Fields:
         "qk_pos_emb_head_dim": keys.need("qk_pos_emb_head_dim"),
     }
     if keys.get("dsa_indexer_topk"):
-        result |= keys.sizes("dsa") | {"dsa_indexer_layers": _indexer_layers(keys, num_layers)}
-        result["dsa_fused"] = keys.get("dsa_kernel_backend", default="none") != "none"  # as Megatron's option
+        result |= keys.sizes("dsa")
     return result
-
-
-def _indexer_layers(keys: _Keys, num_layers: int) -> tuple[int, ...]:
-    """Layers that compute their own indices (GLM-5); () where all do."""
-    types = keys.listed("indexer_types", {"full", "F", "shared", "S"})
-    if not types:
-        freq, offset = max(keys.get("index_topk_freq", default=1), 1), keys.get("index_skip_topk_offset", default=2)
-        types = ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers)]
-    has_indexer = tuple(int(kind in ("full", "F")) for kind in types)
-    return () if all(has_indexer) else has_indexer
 
 
 def _encoder(keys: _Keys) -> VisionEncoder | None:

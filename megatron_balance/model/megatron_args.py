@@ -6,9 +6,8 @@ Read as Megatron 0.19 reads them: `validate_args` (megatron/training/arguments.p
     --moe-layer-freq N           layer i is MoE where i % N == 0                       (gpt_layer_specs)
     --linear-attention-freq N    every N-th layer is full attention, the others linear (experimental_attention_...)
     --window-attn-skip-freq N    every N-th layer is full attention, the others windowed (is_layer_window_attention)
-    --dsa-indexer-topk-freq N    every N-th layer picks keys for those after it        (is_dsa_skip_topk_layer)
 
-The first three also take a list. Nothing of Megatron is imported here.
+Each also takes a list. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations
@@ -96,12 +95,6 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
         "lora_rank": get("lora_rank"),  # no flag of Megatron's: Bridge's configuration has it
         "mtp_num_layers": len(depths) if hybrid else get("mtp_num_layers"),
     }
-    if kinds["dsa"]:
-        freq, offset = get("dsa_indexer_topk_freq") or 1, max(get("dsa_indexer_skip_topk_offset"), 1)
-        if freq > 1:  # layers are numbered from 1
-            result["dsa_indexer_layers"] = tuple(int(max(i + 1 - offset, 0) % freq == 0) for i in range(num_layers))
-        result["dsa_indexer_loss"] = bool(get("dsa_indexer_loss_coeff"))
-        result["dsa_fused"] = (get("dsa_kernel_backend") or "none") != "none"
     if get("window_size"):
         result["window_size"] = tuple(get("window_size"))
         result["window_attn_skip_freq"] = pattern("window_attn_skip_freq", lambda i, n: (i + 1) % n != 0)

@@ -31,7 +31,7 @@ HYBRID_LAYERS = {
 """Megatron's symbols (megatron.core.models.hybrid.hybrid_layer_allocation)."""
 
 _SYMBOLS = f"{''.join(HYBRID_LAYERS)}, whose FLOPs are known; balance other layers by tokens"
-_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq", "dsa_indexer_layers")
+_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,6 @@ class ModelShape:
         dsa_indexer_topk: keys a query attends to under DeepSeek sparse attention; 0 for none. Every layer with
             multi-latent attention is sparse then, except the `+` of a hybrid pattern.
         dsa_indexer_n_heads, dsa_indexer_head_dim: sizes of the indexer that picks them.
-        dsa_indexer_layers: `[num_layers]`, 1 for a sparse layer with an indexer of its own, 0 for one that takes an
-            earlier layer's keys; () when all have one.
-        dsa_indexer_loss: the indexer is trained by a loss of its own.
-        dsa_fused: sparse attention runs in fused kernels; if not, every pack costs the square of its tokens.
         window_size: sliding window `(left, right)` as Megatron has it: a query sees `left` tokens before itself.
         window_attn_skip_freq: `[num_layers]`, 1 for a windowed layer; () when all are, or none (no window_size).
         linear_attention_freq: `[num_layers]`, 1 for a gated delta net layer; () when none is.
@@ -108,9 +104,6 @@ class ModelShape:
     dsa_indexer_n_heads: int = 0
     dsa_indexer_head_dim: int = 0
     dsa_indexer_topk: int = 0
-    dsa_indexer_layers: tuple[int, ...] = ()
-    dsa_indexer_loss: bool = False
-    dsa_fused: bool = True
     window_size: tuple[int, int] | None = None
     window_attn_skip_freq: tuple[int, ...] = ()
     linear_attention_freq: tuple[int, ...] = ()
@@ -241,13 +234,12 @@ class ModelShape:
             if self.multi_latent_attention:
                 attention = "dsa" if self.dsa_indexer_topk else "mla"
             decoder: list[Layer] = []
-            for is_linear, is_moe, has_indexer in zip(
+            for is_linear, is_moe in zip(
                 self.linear_attention_freq or (0,) * self.num_layers,
                 self.moe_layer_freq or (1,) * self.num_layers,
-                self.dsa_indexer_layers or (1,) * self.num_layers,
                 strict=True,
             ):
-                mixer = "gated_delta_net" if is_linear else attention if has_indexer else "dsa_shared"
+                mixer = "gated_delta_net" if is_linear else attention
                 decoder.append(Layer(mixer, "moe" if is_moe and self.num_experts else "dense"))
             parts = [decoder, *[decoder[-1:]] * self.mtp_num_layers]
         # A window is of attention to what is before, and FlashAttention's (left, 0) is left + 1 tokens.

@@ -64,15 +64,6 @@ def test_sparse_attention_by_hand():
     more = gemm(1, 8, 12) - gemm(1, 5, 12)
     without_lora = part(replace(SPARSE, q_lora_rank=0), "dsa_indexer").linear
     assert without_lora == part(SPARSE, "dsa_indexer").linear + more
-    target = replace(SPARSE, dsa_indexer_loss=True)
-    assert part(target, "dsa_target")(length) == 4 * gemm(length, 6 + 2, length) // 2
-
-
-def test_a_shared_indexer_computes_once():
-    shared = replace(SPARSE, dsa_indexer_layers=(1, 0))
-    assert [layer.mixer for layer in shared.layers()] == ["dsa", "dsa_shared"]
-    assert fwd_flops_by_part(shared)["dsa"] == fwd_flops_by_part(SPARSE)["dsa"]
-    assert fwd_flops_by_part(shared)["dsa_indexer"] == part(SPARSE, "dsa_indexer")
 
 
 def test_torch_counts_the_same_pairs_in_megatrons_sparse_attention():
@@ -103,23 +94,6 @@ def test_an_indexer_runs_forward_alone():
     assert cost.quadratic == indexer.quadratic
     assert cost.linear == 3 * sparse.linear - 2 * indexer.linear
     assert cost.windows == ((5, 7 * sparse.windows[0][1] // 2),)
-
-
-def test_an_indexer_with_a_loss_runs_backward_too():
-    with_loss = replace(SPARSE, dsa_indexer_loss=True)
-    parts, plain, trained = fwd_flops_by_part(with_loss), CostModel.from_shape(SPARSE), CostModel.from_shape(with_loss)
-    assert trained.linear - plain.linear == parts["dsa_indexer"].linear
-    assert trained.quadratic == 3 * parts["dsa_indexer"].quadratic + parts["dsa_target"].quadratic
-
-
-def test_unfused_sparse_attention_costs_the_square_of_a_pack():
-    unfused, pack = replace(SPARSE, dsa_fused=False), 64
-    cost = CostModel.from_shape(unfused, pack_tokens=pack)
-    assert (cost.quadratic, cost.windows) == (0, ())
-    parts = fwd_flops_by_part(SPARSE)
-    pairs = 2 * parts["dsa_indexer"].quadratic + 3 * 2 * parts["dsa"].windows[0][1]
-    assert cost(64) == CostModel.from_shape(SPARSE).linear * 64 + pairs * 64**2
-    assert 2 * cost(32) == cost(64)  # however the pack is cut
 
 
 def test_frozen_weights_under_lora_run_twice():
@@ -213,30 +187,6 @@ ARGS = {
 }
 
 
-def test_indexers_follow_megatrons_frequency_and_offset():
-    variant = {**LATENT, **INDEXER, "experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 2}
-
-    def own(**flags):
-        return ModelShape.from_megatron_args(Namespace(**{**ARGS, **variant, **flags})).dsa_indexer_layers
-
-    assert own() == own(dsa_indexer_skip_topk_offset=1) == (1, 0, 1, 0)
-    assert own(dsa_indexer_skip_topk_offset=2) == (1, 1, 0, 1)
-    assert own(dsa_indexer_topk_freq=1) == ()
-    dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
-    for offset in range(4):
-        skipped = [dsa.is_dsa_skip_topk_layer(number, offset, 3) for number in range(1, 5)]
-        assert own(dsa_indexer_topk_freq=3, dsa_indexer_skip_topk_offset=offset) == tuple(int(not s) for s in skipped)
-
-
-def test_the_indexers_loss_and_kernels_are_read():
-    args = Namespace(**ARGS, **LATENT, **INDEXER, experimental_attention_variant="dsa")
-    shape = ModelShape.from_megatron_args(args)
-    assert (shape.dsa_indexer_loss, shape.dsa_fused) == (False, False)
-    args.dsa_indexer_loss_coeff, args.dsa_kernel_backend = 0.1, "tilelang"
-    shape = ModelShape.from_megatron_args(args)
-    assert (shape.dsa_indexer_loss, shape.dsa_fused) == (True, True)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -289,9 +239,6 @@ def test_a_nested_config_has_the_same_encoder():
     assert ModelShape.from_hf_config(nested) == ModelShape.from_hf_config(flat)
     with pytest.raises(BalanceError, match=r"spatial_merge_size is missing.*'qwen2_5_vl'"):
         ModelShape.from_hf_config(flat | {"vision_config": {"depth": 32}})
-    for name in ("depth", "patch_size", "temporal_patch_size"):  # a truth value counts as 1 in Python
-        with pytest.raises(BalanceError, match=f"{name} is True in the Hugging Face config"):
-            ModelShape.from_hf_config(flat | {"vision_config": flat["vision_config"] | {name: True}})
 
 
 def test_sizes_of_an_encoder_are_checked():
