@@ -3,14 +3,12 @@
 Making a process group waits for every member until the timeout, and no error names a missing rank. So ranks meet in the
 key-value store of init_process_group, where rank 0 reads the entries of all ranks (JSON) and writes one verdict.
 
-`megatron-balance doctor` under torchrun checks in the same way whether a cluster meets: the store needs no interface of
-gloo's, so ranks compare versions, flags and problems there, report where gloo would listen, and make a group over gloo.
+`megatron-balance doctor` under torchrun checks in the same way whether a cluster meets, and makes a group over gloo.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import socket
 import time
@@ -20,7 +18,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_balance.errors import BalanceError
@@ -30,7 +28,6 @@ from megatron_balance.runtime.process import version_of
 from megatron_balance.version import build_version
 
 ROOT = "megatron_balance"
-SLICE = timedelta(seconds=1)  # a wait is cut into these: between two of them Ctrl-C is heard
 READ_SECONDS = 10.0
 """Rank 0 may be where the store lives, and stays this long at most for the others to read the fatal verdict."""
 
@@ -38,7 +35,6 @@ JUDGING_FRACTION = 0.9
 """Of the timeout; then rank 0 waits no longer, so that the others still get the names of missing ranks."""
 
 DOCTOR_TIMEOUT = timedelta(seconds=60)
-IFNAME = "GLOO_SOCKET_IFNAME"
 
 COMPARED = ("megatron-core", "torch", "numpy", "transformer-engine")
 """Packages whose other versions might plan or compute differently."""
@@ -62,54 +58,48 @@ def check_settings_match(
     Every rank raises a BalanceError that names what differs, the error or missing ranks; PeerError without rank 0.
     """
     store, rank, num_ranks = rendezvous.store, rendezvous.rank, rendezvous.num_ranks
-    started, seconds = time.monotonic(), rendezvous.timeout.total_seconds()
+    seconds = rendezvous.timeout.total_seconds()
     with waiting_for(f"the {topic} check of all ranks"):
         # Numbered, so that a second check of this topic does not read the first one's verdict.
         folder = f"{ROOT}/{topic}/{store.add(f'{ROOT}/{topic}/checks/{rank}', 1)}"
         entries = [f"{folder}/rank/{number}" for number in range(num_ranks)]
         store.set(entries[rank], json.dumps([error, {**settings}, payload]))
         if rank == 0:
-            deadline = started + JUDGING_FRACTION * seconds
-            missing = [number for number, entry in enumerate(entries) if not _wait(store, entry, deadline=deadline)]
             verdict, payloads = "", list[str]()
-            if missing:
+            if _wait(store, entries, seconds=JUDGING_FRACTION * seconds):
+                errors, all_settings, payloads = zip(*(json.loads(store.get(entry)) for entry in entries), strict=True)
+                verdict = mismatch(errors, all_settings)
+            else:
+                missing = [number for number, entry in enumerate(entries) if not store.check([entry])]
                 verdict = (
                     f"{named_ranks(missing)} of {num_ranks} did not join the {topic} check within "
                     f"{JUDGING_FRACTION * seconds:.0f} s. Such a rank has died, hangs, or trains without "
                     "megatron_balance: start every rank with the same command (the launcher or the import line) and "
                     "the same installation."
                 )
-            else:
-                errors, all_settings, payloads = zip(*(json.loads(store.get(entry)) for entry in entries), strict=True)
-                verdict = mismatch(errors, all_settings)
             store.set(f"{folder}/verdict", json.dumps([verdict, payloads]))
-        elif not _wait(store, f"{folder}/verdict", deadline=started + seconds):
+        elif not _wait(store, [f"{folder}/verdict"], seconds=seconds):
             raise RuntimeError("rank 0 did not respond")
         verdict, payloads = json.loads(store.get(f"{folder}/verdict"))
         if verdict:
             store.set(f"{folder}/read/{rank}", "")
-            deadline = time.monotonic() + READ_SECONDS
-            for number, entry in enumerate(entries if rank == 0 else []):
-                if store.check([entry]):
-                    _wait(store, f"{folder}/read/{number}", deadline=deadline)
+            if rank == 0:
+                present = [number for number, entry in enumerate(entries) if store.check([entry])]
+                _wait(store, [f"{folder}/read/{number}" for number in present], seconds=READ_SECONDS)
             raise BalanceError(verdict)
     return payloads
 
 
-def _wait(store: Store, key: str, *, deadline: float) -> bool:
-    """Wait for a key; False where it is missing at the deadline. A key that exists is found after the deadline too."""
-    while True:
-        remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
-        try:
-            store.wait([key], min(SLICE, remaining))
-        except RuntimeError as error:
-            # A file store raises no DistStoreError. Any other error is of a store that is gone.
-            if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
-                raise
-            if time.monotonic() >= deadline:
-                return store.check([key])
-        else:
-            return True
+def _wait(store: Store, keys: Sequence[str], *, seconds: float) -> bool:
+    """Wait for keys; False where one is missing after that."""
+    try:
+        store.wait([*keys], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        # A file store raises no DistStoreError. Any other error is of a store that is gone.
+        if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+            raise
+        return store.check([*keys])
+    return True
 
 
 class Finding(NamedTuple):
@@ -125,51 +115,19 @@ def check_cluster(*, flags: Sequence[str], problems: Sequence[str]) -> Iterator[
     # What MASTER_ADDR and MASTER_PORT lead to is the store of torchrun's agent, or that of rank 0.
     store, rank, num_ranks = next(rendezvous("env://", timeout=DOCTOR_TIMEOUT))
     world = Rendezvous(store, rank=rank, num_ranks=num_ranks, timeout=DOCTOR_TIMEOUT)
-    payload = json.dumps([socket.gethostname(), _gloo_address()])
-    try:
-        texts = check_settings_match({}, rendezvous=world, topic="doctor", payload=payload)
-    except BalanceError as error:
-        yield Finding(False, str(error))
-        return
-    addresses = dict.fromkeys(tuple(json.loads(text)) for text in texts)
-    hosts = list(dict.fromkeys(host for host, _ in addresses))
-    yield Finding(True, f"{num_ranks} ranks on {len(hosts)} hosts meet in the store: {', '.join(hosts)}")
     settings = {f"version of {package}": version_of(package) or "none" for package in COMPARED}
     settings |= {"version of megatron_balance": build_version(), "version of python": platform.python_version()}
     settings["the command line"] = " ".join(flags)
+    error, host = "; ".join(problems) or None, socket.gethostname()
     try:
-        check_settings_match(settings, rendezvous=world, topic="versions and flags", error="; ".join(problems) or None)
-        yield Finding(True, "all ranks have the same versions and flags")
-    except BalanceError as error:
-        yield Finding(False, str(error))
-    findings = [address_finding(host, address, several_hosts=len(hosts) > 1) for host, address in addresses]
-    yield from findings
-    if all(finding.ok for finding in findings):  # else ranks would wait for each other until the timeout
-        yield _meet_over_gloo(world)
-
-
-def _gloo_address() -> str:
-    """The address or interface that gloo would listen on here, as torch chooses it; empty where it cannot."""
-    interface = os.environ.get(IFNAME, "").partition(",")[0]
-    try:
-        if not interface:
-            return socket.gethostbyname(socket.gethostname())
-        ProcessGroupGloo.create_device(interface=interface)
-    except OSError:
-        return "127.0.0.1"
-    except RuntimeError:
-        return ""
-    return interface
-
-
-def address_finding(host: str, address: str, *, several_hosts: bool) -> Finding:
-    """Whether other hosts find this one where its gloo listens."""
-    is_local = several_hosts and address.startswith("127.")
-    text = f"{host}: gloo listens on {address}{', where no other host reaches it' if is_local else ''}"
-    text = text if address else f"{host}: {IFNAME} names an interface without an address"
-    if address and not is_local:
-        return Finding(True, text)
-    return Finding(False, f"{text}; set {IFNAME} there to the interface that reaches the other hosts")
+        hosts = check_settings_match(settings, rendezvous=world, topic="doctor", error=error, payload=host)
+    except BalanceError as difference:
+        yield Finding(False, str(difference))
+        return
+    names = dict.fromkeys(hosts)
+    yield Finding(True, f"{num_ranks} ranks on {len(names)} hosts meet in the store: {', '.join(names)}")
+    yield Finding(True, "all ranks have the same versions and flags")
+    yield _meet_over_gloo(world)
 
 
 def _meet_over_gloo(world: Rendezvous) -> Finding:
@@ -180,7 +138,10 @@ def _meet_over_gloo(world: Rendezvous) -> Finding:
         dist.barrier()
         dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
-        remedy = f"open TCP between the hosts on all ports, or set {IFNAME} to the interface that reaches the others"
+        remedy = (
+            "set GLOO_SOCKET_IFNAME on every host to the interface that reaches the others (gloo may listen on "
+            "127.0.0.1), or open TCP between them on all ports"
+        )
         return Finding(False, f"gloo: {str(error).splitlines()[0]}; {remedy}")
     seconds = time.perf_counter() - started
     return Finding(True, f"all ranks meet over gloo in {seconds:.1f} s; training needs TCP on all ports between them")
