@@ -140,6 +140,6 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 COLUMNS = ["time, mbs 1", "mbs 2", "mbs 4", "padded/real", "variance", "max delay", "inferred, mbs 2"]
 SAYS = (
     "Padded trainer, 8 ranks, 19,200 samples lognormal(7.5, 1.0): step time over ideal at micro_batch_size 1, 2 and 4; "
-    "at 2 padded over real tokens, variance of the ranks' times, the most dispatches that a sample is late; inference in "
-    "any order."
+    "at 2 padded over real tokens, variance of the ranks' times, dispatches that a sample is late at most; inference "
+    "in any order."
 )
