@@ -70,7 +70,7 @@ def files(tmp_path_factory):
     """What command lines of the table name: a record, prompts with responses, the page that is written."""
     folder = tmp_path_factory.mktemp("refused")
     write_record(folder / "record", num_steps=1)
-    row = {"input_ids": [1, 2, 3], "prompt": 2, "num_tokens": 3, "group": 0}
+    row = {"input_ids": [1, 2, 3], "prompt": 2}
     (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
     return {"RECORD": folder / "record", "ROLLOUTS": folder / "rollouts.jsonl", "PAGE": folder / "page.html"}
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_balance.cli.data import recorded_batches
+from megatron_balance.cli.data import recorded_steps
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
 from megatron_balance.cli.terminal import show_progress
 from megatron_balance.errors import BalanceError
@@ -34,9 +34,9 @@ def recommend(
     static = [result for result in results if not result.policy.dynamic_cp and not result.policy.shares]
     best = min(static, key=lambda result: result.time)
     chosen = next(result for result in static if result.time * (1 - WORTH) <= best.time)
-    dynamic = next((result for result in results if result.policy.dynamic_cp), None)
-    if dynamic is not None and dynamic.time < best.time * (1 - worth):
-        chosen = dynamic
+    for result in results:
+        if result.policy.dynamic_cp and result.time < best.time * (1 - worth):
+            chosen = result
     return chosen, list(_reasons(chosen, results=results, best=best, comparison=comparison, record=record))
 
 
@@ -49,57 +49,51 @@ def _reasons(
     record: RunRecord | None,
 ) -> Iterator[str]:
     """The advice in sentences."""
-    by_name = {result.policy.name: result for result in results}
-    stock, packed = results[0], by_name.get("packed", results[0])
+    stock, packed = results[0], results[min(1, len(results) - 1)]
     if chosen is stock:
         yield f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
     else:
-        against = "" if chosen is packed else f", {chosen.speedup(packed):.2f}x that of packing alone"
         measured = [step for step in record.steps if step.is_measured] if record is not None else []
         waits = sum(step.exposed_seconds for step in measured)
-        total = waits + sum(float(step.seconds.sum(axis=1).max()) for step in measured)
         overhead = "an unknown time"
-        if total:
-            overhead = f"at least {waits / total:.1%} of the time (measured: plans and samples, without the optimizer)"
+        if measured:
+            part = waits / (waits + sum(float(step.seconds.sum(axis=1).max()) for step in measured))
+            overhead = f"at least {part:.1%} of the time (measured: plans and samples, without the optimizer)"
         yield (
-            f"At most {chosen.speedup(stock):.2f}x the speed of stock{against}, in forward and backward passes. Beside "
-            f"them a step spends {overhead}."
+            f"At most {chosen.speedup(stock):.2f}x the speed of stock, {chosen.speedup(packed):.2f}x that of packing "
+            f"alone, in forward and backward passes. Beside them a step spends {overhead}."
         )
         yield comparison.command(chosen.policy)
         yield "or --balance in place of the last flags: it enables every feature that no rule excludes."
     unavoidable = best.mean("unavoidable_waiting")
     if unavoidable > WORTH:
-        remedy = "" if chosen.policy.dynamic_cp else ". Take more samples a step, or cut it"
         yield (
             f"At this context-parallel size GPUs wait {unavoidable:.0%} of the time or more, whatever the plan: a "
-            f"sample costs more than a rank's share{remedy}."
+            "sample costs more than a rank's share. Dynamic CP, more samples a step or shorter ones help."
         )
-    if chosen.policy.dynamic_cp:
-        yield f"dynamic-cp is {chosen.speedup(best):.2f}x as fast as {best.policy.name}."
-    sharing = by_name.get("share-prefixes")
-    if sharing is not None:
-        gains = [best.time / float(times.sum()) for times in (sharing.times, sharing.times_if_dearer(2))]
-        yield (
-            f"--balance-share-prefixes: {sharing.sharing}. At most {gains[0]:.2f}x the speed of {best.policy.name}, "
-            f"{gains[1]:.2f}x where a pair of attention costs twice as much in such micro-batches; no GPU has run it."
-        )
+    for result in results:
+        if result.policy.shares:
+            yield (
+                f"--balance-share-prefixes: {result.sharing}. At most {result.speedup(best):.2f}x the speed of "
+                f"{best.policy.name}; no GPU has run it."
+            )
     num_ranks = chosen.info.topology.dynamic_cp_sizes[-1]  # that may share a sequence
-    at_most = chosen.info.topology.with_cp_size(num_ranks)
     lengths = np.concatenate([step.segments for step in packed.steps])
-    padded, cap = at_most.padded_seq_len(lengths), num_ranks * (chosen.info.limits.max_tokens_per_gpu or 0)
-    shared = any(result.policy.dynamic_cp and result.least_headroom >= 0 for result in results if result is not chosen)
+    padded = chosen.info.topology.with_cp_size(num_ranks).padded_seq_len(lengths)
+    cap = num_ranks * (comparison.limits.max_tokens_per_gpu or 0)
     if chosen is not stock and (num_over := int((padded > cap).sum())):
         yield (
             f"{num_over} of {lengths.size} samples are longer than the cap of {cap} tokens and run alone above it, the "
             f"longest with {lengths.max()}: --max-tokens-per-gpu {-(-int(padded.max()) // num_ranks)} holds it, if "
-            f"memory does; else cut them at {cap}{', or add --balance-dynamic-cp' if shared else ''}."
+            f"memory does; else cut them at {cap}."
         )
-    if chosen.info.cost_name == "tokens" and "by-flops" not in by_name:
-        yield "Judged by tokens alone: with --model, --balance-by-flops is compared as well."
 
 
 def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[str]:
-    """Other caps and context-parallel sizes on the GPUs of a record, by its own seconds and its measured cap."""
+    """Other caps and context-parallel sizes on the GPUs of a record, by its own seconds and its measured cap.
+
+    The fewer flags change, and the smaller the cap, the earlier a setting comes; later ones must gain more.
+    """
     run, cap = record.info.topology, record.info.limits.max_tokens_per_gpu
     if cap is None or not any(step.is_measured for step in record.steps):
         return
@@ -114,74 +108,53 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
     policy = Policy("as it ran", "as it ran", record.info.cost_model, dynamic_cp=run.dynamic_cp)
     as_it_ran = comparison.judge(policy, recorded)
     room = max(_tokens_per_gpu(as_it_ran), record.measured_cap or cap)
-    knows_exchange = costs.knows_exchange(replace(run, dynamic_cp=True))
-    sizes = [size for size in (1, 2, 4, 8, 16) if run.dp_cp_size % size == 0] if knows_exchange else [run.cp_size]
-    static = [replace(run.with_cp_size(size), dp_size=run.dp_cp_size // size) for size in sizes]
-    dynamic = [replace(run.with_cp_size(run.cp_size), dynamic_cp=True)] if knows_exchange else []
-    results = list(_results([*static, *dynamic], record=record, comparison=comparison, as_it_ran=as_it_ran, room=room))
-
-    def flags(result: PolicyResult) -> list[str]:
-        """Flags that the run did not have."""
-        topology, limit = result.info.topology, result.info.limits.max_tokens_per_gpu
+    one_size, topologies = run.with_cp_size(run.cp_size), [run]
+    if knows_exchange := costs.knows_exchange(replace(run, dynamic_cp=True)):
+        sizes = [size for size in (1, 2, 4, 8, 16) if run.dp_cp_size % size == 0]
+        topologies = [replace(one_size, cp_size=size, dp_size=run.dp_cp_size // size) for size in sizes]
+        topologies.append(replace(one_size, dynamic_cp=True))
+    settings: list[tuple[int, int, str, Topology]] = []
+    for topology, limit in itertools.product(topologies, {cap // 2, cap, 2 * cap, record.measured_cap or cap}):
         changes = [f"--max-tokens-per-gpu {limit}"] * (limit != cap)
         changes += [f"--context-parallel-size {topology.cp_size}"] * (topology.cp_size != run.cp_size)
         switch = "--balance-dynamic-cp" if topology.dynamic_cp else "--no-balance-dynamic-cp"
-        return changes + [switch] * (topology.dynamic_cp != run.dynamic_cp)
+        changes += [switch] * (topology.dynamic_cp != run.dynamic_cp)
+        if 0 < limit <= room:
+            settings.append((len(changes), limit, " ".join(changes), topology))
 
     yield f"On the same GPUs, by the seconds that are fitted to this record (off by {fit.error:.1%}), at most:"
-    speed, dynamic_worth = 1.0, DYNAMIC_WORTH if costs.assumes_bandwidth else WORTH
-    kinds = (
-        ([result for result in results if result.info.topology == run], WORTH),
-        ([result for result in results if not result.policy.dynamic_cp], WORTH),
-        ([result for result in results if result.policy.dynamic_cp], dynamic_worth),
-    )
-    for kind, worth in kinds:
-        fastest = min((result.time for result in kind), default=0.0)
-        similar = [result for result in kind if result.time * (1 - WORTH) <= fastest]
-        simplest = min(
-            similar, key=lambda result: (len(flags(result)), result.info.limits.max_tokens_per_gpu), default=None
-        )
-        if simplest is not None and simplest.speedup(as_it_ran) > speed * (1 + worth):
-            speed = simplest.speedup(as_it_ran)
-            changes = " ".join(flags(simplest)) or "--balance-cost seconds.json of megatron-balance fit"
-            yield f"  {speed:.2f}x as fast as it ran: {changes}"
+    speed = 1.0
+    for _, limit, changes, topology in sorted(settings, key=lambda setting: setting[:2]):
+        show_progress(f"planning {changes}")
+        flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {limit} --balance-data --balance-cost flops"
+        flags += " --balance-dynamic-cp" * topology.dynamic_cp
+        policy = Policy("", flags, costs.on(topology).model, dynamic_cp=topology.dynamic_cp)
+        setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(limit))
+        if problems(setting.options(policy)):
+            continue
+        batches = recorded_steps(record, steps=len(recorded), dp_size=topology.dp_size)
+        result = setting.judge(policy, list(setting.plan(policy, batches)))
+        worth = DYNAMIC_WORTH if topology.dynamic_cp and costs.assumes_bandwidth else WORTH
+        if _tokens_per_gpu(result) <= room and result.speedup(as_it_ran) > speed * (1 + worth):
+            speed = result.speedup(as_it_ran)
+            yield f"  {speed:.2f}x as fast as it ran: {changes or '--balance-cost with the seconds of fit'}"
+    show_progress()
     if speed == 1.0:
         yield f"  no other cap or context-parallel size gains {WORTH:.0%} or more."
-    gaps = ["efficiency at other sizes, which is taken to be that of the run"]
+    yield (
+        "Not measured: efficiency at other sizes, which is taken to be that of the run, and the bandwidth between "
+        "context-parallel ranks, unless they exchanged in it."
+    )
     if record.measured_cap is None:
-        gaps.append(f"memory: no more than {room} tokens per GPU, which ran, are compared")
+        yield f"Memory was not measured: no more than {room} tokens per GPU, which ran, are compared."
     if not knows_exchange:
-        gaps.append("what context-parallel ranks receive: with --model other sizes are compared")
-    elif costs.assumes_bandwidth:
-        gaps.append("the bandwidth between context-parallel ranks, which is assumed")
-    yield f"Not measured: {'; '.join(gaps)}."
+        yield "With --model other context-parallel sizes are compared."
     if record.info.environment.get("recompute") == "full":
         yield (
             "Try to do without --recompute-granularity full: it repeats the forward pass, up to a quarter of a step. "
             "Activations then take up to 18 times the memory per token: lower --max-tokens-per-gpu, and share "
             "samples by --context-parallel-size, --balance-dynamic-cp or --tensor-model-parallel-size 2."
         )
-
-
-def _results(
-    topologies: Sequence[Topology], *, record: RunRecord, comparison: Comparison, as_it_ran: PolicyResult, room: int
-) -> Iterator[PolicyResult]:
-    """Plans on these ranks at several caps that no rule refuses, and that put at most `room` tokens on a GPU."""
-    cap = record.info.limits.max_tokens_per_gpu or 1
-    caps = sorted({size for size in (cap // 2, cap, 2 * cap, record.measured_cap or cap) if 0 < size <= room})
-    for topology, size in itertools.product(topologies, caps):
-        flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {size} --balance-data --balance-cost flops"
-        flags += " --balance-dynamic-cp" * topology.dynamic_cp
-        show_progress(f"planning {flags}")
-        policy = Policy("", flags, comparison.costs.on(topology).model, dynamic_cp=topology.dynamic_cp)
-        setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(size))
-        if problems(setting.options(policy)):
-            continue
-        batches = recorded_batches(record, steps=len(as_it_ran.steps), dp_size=topology.dp_size).steps
-        result = setting.judge(policy, list(setting.plan(policy, batches)))
-        if _tokens_per_gpu(result) <= room:
-            yield result
-    show_progress()
 
 
 def _tokens_per_gpu(result: PolicyResult) -> int:

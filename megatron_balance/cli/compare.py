@@ -44,7 +44,7 @@ lengths, in the order of training:
   FILE.npy .jsonl .txt .parquet            a number of tokens for each sample, - for lines of the standard input;
                                            lists of input_ids are counted, a bare list is a packed row
   FILE.idx, or its path without .idx       a Megatron data set: the tokens of each document
-  synthetic:NAME[:N[:SEED]]                drawn; NAME is one of
+  synthetic:NAME[:N]                       drawn; NAME is one of
 {textwrap.fill(", ".join(SYNTHETIC_LENGTHS), 112, initial_indent=" " * 43, subsequent_indent=" " * 43)}
   RECORD                                   folder of a run with --balance-record, or a file of compare --json:
                                            its own steps, ranks, cap and costs
@@ -52,9 +52,8 @@ lengths, in the order of training:
 stock Megatron, which all are compared with (--data; files of lengths with --seq-length are padded, of lists packed):
 {chr(10).join(f"  {name:<17} {words.format('N')}" for name, words in STOCKS.items())}
 
-what samples share (--share-prefixes), of .jsonl and .parquet with --data samples:
-  tokens                                   their lists of tokens, of --key, are compared in blocks of {BLOCK}
-  PROMPT_TOKENS,GROUP                      columns: tokens of each sample's prompt, and a number of its group
+what samples share (--share-prefixes): their lists of tokens, of --key, are compared in blocks of {BLOCK};
+of .jsonl and .parquet with --data samples
 
 your training script's flags may follow --: what they refuse is not compared, the split of layers and FSDP count
 
@@ -79,9 +78,7 @@ models:
 _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     "lengths": {
         "--key": (str, "NAME", "column or field of the file that holds the lengths, or lists of tokens"),
-        "--data": (str, "KIND", f"what stock trains on: {', '.join(STOCKS)}"),
         "--seq-length": (count, "N", "Megatron's: tokens of a row of stock"),
-        "--share-prefixes": (str, "COLUMNS", "compute once what samples of a step begin with alike; COLUMNS: below"),
     },
     "batch": {
         "--global-batch-size": (count, "N", "samples a step, or rows"),
@@ -89,11 +86,11 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
         "--steps": (count, "K", f"global batches to plan (default: all, but at most {MAX_SAMPLES} samples)"),
     },
     "ranks, as in Megatron": {
-        "--dp-size": (count, "D", "data-parallel ranks"),
-        "--cp-size": (count, "C", "context-parallel ranks (default: 1)"),
-        "--tp-size": (count, "P", "tensor-parallel ranks (default: 1)"),
-        "--pp-size": (count, "P", "pipeline stages (default: 1)"),
-        "--ep-size": (count, "E", "expert-parallel ranks (default: 1)"),
+        "--dp-size": (integer(1, 2**16), "D", "data-parallel ranks"),
+        "--cp-size": (integer(1, 2**16), "C", "context-parallel ranks (default: 1)"),
+        "--tp-size": (integer(1, 2**16), "P", "tensor-parallel ranks (default: 1)"),
+        "--pp-size": (integer(1, 2**16), "P", "pipeline stages (default: 1)"),
+        "--ep-size": (integer(1, 2**16), "E", "expert-parallel ranks (default: 1)"),
     },
     "cost": {
         "--model": (str, "MODEL", "preset, or Hugging Face config.json; its FLOPs are the cost"),
@@ -102,7 +99,6 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     },
     "output": {
         "--policy": (str, "NAME", "its plan, in place of the recommended one, goes to --json"),
-        "--save-lengths": (output_file, "OUT", "write the tokens of every row, a line each, for dataset_lengths"),
         "--json": (output_file, "OUT", "write all figures, and the plan of --policy; - prints them"),
     },
 }
@@ -119,6 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             groups[title].add_argument(flag, type=kind, metavar=metavar, help=words)
     words = f"shuffle the lengths first, by this seed (0); documents always are, by this in place of {MEGATRON_SEED}"
     groups["lengths"].add_argument("--shuffle", nargs="?", type=integer(0), const=0, metavar="SEED", help=words)
+    groups["lengths"].add_argument(
+        "--data", choices=STOCKS, metavar="KIND", help=f"what stock trains on: {', '.join(STOCKS)}"
+    )
+    words = "compute once what samples of a step begin with alike"
+    groups["lengths"].add_argument("--share-prefixes", action="store_const", const=True, help=words)
     parser.set_defaults(script_flags=())
 
 
@@ -138,27 +139,25 @@ def _compare(args: argparse.Namespace) -> bytes:
     """Compare and print; the result is what --json writes."""
     record = read_record(Path(args.lengths)) if is_record(Path(args.lengths)) else None
     topology, limits = ranks_and_cap(args, record=record)
-    options = parsed_flags(args.script_flags, balance="")
+    options = parsed_flags(args.script_flags)
     if options.get("use_megatron_fsdp") or options.get("use_torch_fsdp2"):
         topology = replace(topology, fully_sharded=True)
+    batches = read_batches(args, record=record, topology=topology, limits=limits)
+    options |= {_OPTION_OF_DATA[batches.kind]: True} if batches.kind in _OPTION_OF_DATA else {}
     seconds = None if args.cost in (None, "tokens", "flops") else Calibration.read(Path(args.cost))
     costs = CompareCosts(args.cost, args.model, args.device, record, options, seconds)
     if costs.shape is not None and topology.ep_size > 1 and not costs.shape.num_experts:
         raise BalanceError(f"--ep-size is {topology.ep_size}: {args.model} has no experts; drop it.")
-    batches = read_batches(args, record=record, topology=topology, limits=limits)
-    option = {"padded": "sft", "packed": "sft", "masked-documents": "dataloader_inter_document_masking"}
-    data_options = {option[batches.kind]: True} if batches.kind in option else {}
-    inputs = {} if record is None else dict(record.info.environment)
-    versions = {"megatron-balance": build_version(), "numpy": np.__version__}
-    inputs |= {"date": date.today().isoformat(), "versions": versions}
-    inputs |= {"data": in_a_line(args.lengths)}
+    environment: dict[str, Any] = {} if record is None else dict(record.info.environment)
+    environment["date"], environment["data"] = date.today().isoformat(), in_a_line(args.lengths)
+    environment["versions"] = {"megatron-balance": build_version(), "numpy": np.__version__}
     if args.model is not None:
-        inputs |= {"model": in_a_line(args.model), "attention_rate": costs.attention_rate}
+        environment |= {"model": in_a_line(args.model), "attention_rate": costs.attention_rate}
     shares = batches.steps[0].forest is not None
-    comparison = Comparison(costs, topology, limits, args.script_flags, data_options, inputs, shares=shares)
-    policies, reasons = comparison.policies()
+    comparison = Comparison(costs, topology, limits, environment, shares=shares)
+    policies, notes = comparison.policies()
     if batches.kind == "documents":
-        policies, reasons = policies[:1], ["all rows cost the same: balancing needs --data masked-documents"]
+        policies, notes = policies[:1], ["all rows cost the same: balancing needs --data masked-documents"]
     names = [policy.name for policy in policies]
     if args.policy not in (None, *names):
         raise BalanceError(f"--policy is {args.policy!r}: it must be one of {', '.join(names)}.")
@@ -169,50 +168,40 @@ def _compare(args: argparse.Namespace) -> bytes:
         f"{lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: "
         f"{costs.text(topology)}."
     )
-    for note in (
-        *reasons,
-        *batches.notes,
-        "" if seconds is None else seconds.extrapolation(int(lengths.max())),
-        costs.split_advice(topology, lengths),
-    ):
-        if note:
-            say(f"Note: {note}", style="yellow")
+    notes += [*batches.notes, costs.split_advice(topology, lengths)]
+    notes.append("" if seconds is None else seconds.extrapolation(int(lengths.max())))
+    for note in filter(None, notes):
+        say(f"Note: {note}", style="yellow")
     results: list[PolicyResult] = []
-    num_steps = len(batches.steps)
     for policy in policies:
-        steps = []
-        for step in comparison.plan(policy, batches.steps):
-            steps.append(step)
-            show_progress(f"{policy.name}: planned {len(steps)} of {num_steps} steps")
-        results.append(comparison.judge(policy, steps))
+        show_progress(f"planning {policy.name}")
+        results.append(comparison.judge(policy, list(comparison.plan(policy, batches.steps))))
     show_progress()
-    stock = results[0]
-    advised, sentences = recommend(results, comparison=comparison, record=record)
-    bounds = [metrics.lower_bound for metrics in results[1].metrics] if len(results) > 1 else None
-    lines = [result.line(stock=stock, bounds=bounds if result is stock else None) for result in results]
+    stock, (advised, sentences) = results[0], recommend(results, comparison=comparison, record=record)
+    lines = [result.line(stock=stock) for result in results]
+    if len(results) > 1:
+        lines[0] = stock.line(stock=stock, bounds=[metrics.lower_bound for metrics in results[1].metrics])
     if record is not None:
         as_it_ran = Policy("as it ran", in_a_line(record.info.policy), record.info.cost_model)
-        recorded = [step for step in record.steps if step.lengths.size][:num_steps]
+        recorded = [step for step in record.steps if step.lengths.size][: len(batches.steps)]
         lines.insert(1, comparison.judge(as_it_ran, recorded).line(stock=stock))
         sentences += advise_settings(record, comparison=comparison)
-    has_seconds = stock.scale.unit == "s"
-    columns = {name: text for name, text in _COLUMNS.items() if has_seconds or name not in ("step s", "tokens/s/GPU")}
-    rows = [[text.format(**line) for text in columns.values()] for line in lines]
-    print_table(list(columns), rows, strong=advised.policy.name)
+    columns = [column for column in _COLUMNS.items() if stock.scale.unit == "s" or column[0] not in _IN_SECONDS]
+    rows = [[text.format(**line) for _, text in columns] for line in lines]
+    print_table([name for name, _ in columns], rows, strong=advised.policy.name)
     if len(lines) > 1:
         say("\n  ".join(["Flags:", *(f"{line['name']:<14}  {line['flags']}" for line in lines[1:])]))
-    say(f"Recommendation, predicted by {'seconds' if has_seconds else costs.name}: {advised.policy.name}", style="bold")
-    for sentence in sentences:
-        say(f"  {sentence}")
+    say(f"Recommendation, predicted by {costs.name}: {advised.policy.name}", style="bold")
+    say("\n".join(f"  {sentence}" for sentence in sentences))
     chosen = advised if args.policy is None else results[names.index(args.policy)]
     if args.json is not None:
         say(f"All figures, and the plan of {chosen.policy.name}, are in {args.json}.")
-    command = "" if advised is stock else comparison.command(advised.policy)
-    advice = {"kind": "advice", "policy": advised.policy.name, "flags": advised.policy.flags, "command": command}
-    advice |= {"speedup": advised.speedup(stock), "fits": advised.least_headroom >= 0, "sentences": sentences}
+    advice = {"kind": "advice", "policy": advised.policy.name, "sentences": sentences}
     return b"".join(map(text_of, (chosen.info.line(), *map(line_of, chosen.steps), *lines, advice)))
 
 
+_OPTION_OF_DATA = {"padded": "sft", "packed": "sft", "masked-documents": "dataloader_inter_document_masking"}
+_IN_SECONDS = ("step s", "tokens/s/GPU")
 _COLUMNS = {
     "policy": "{name}",
     "step s": "{seconds_per_step:.4g}",
@@ -221,7 +210,7 @@ _COLUMNS = {
     "imbalance": "{imbalance:.3f}",
     "over bound": "+{over_bound:.1%}",
     "bound waits": "{unavoidable_waiting:.1%}",
-    "padding": "{padding:.1%}",
+    "padding": "{padding_fraction:.1%}",
     "headroom": "{cap_headroom:.1%}",
     "CP": "{mean_cp_size:.1f}",
     "micro-batches": "{num_microbatches:.1f}",

@@ -20,16 +20,15 @@ import numpy as np
 from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import GPUS_PER_NODE
-from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import parse_flags
 from megatron_balance.mcore.setup.rules import problems
-from megatron_balance.planner import build_data_schedule, is_makespan, resolve_objective
+from megatron_balance.planner import build_data_schedule, resolve_objective
 from megatron_balance.record import RunInfo, StepRecord
 from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
 
 _MEANS = (
-    *("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "unavoidable_waiting"),
+    *("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "unavoidable_waiting", "padding_fraction"),
     *("num_microbatches", "mean_cp_size", "computed_tokens"),
 )
 
@@ -64,8 +63,6 @@ class PolicyResult(PolicyFigures):
     def line(self, *, stock: PolicyResult, bounds: Sequence[int] | None = None) -> dict[str, Any]:
         """Its figures beside those of stock, as a line of a record; `bounds` are those of samples, for stock rows."""
         num_tokens, per_step = sum(int(step.lengths.sum()) for step in self.steps), self.time / len(self.steps)
-        info = self.info  # the predicted time follows one imbalance
-        waiting = "pipeline" if is_makespan(info.objective, topology=info.topology) else info.objective
         over = [step.predicted_cost / bound for step, bound in zip(self.metrics, bounds or (), strict=False) if bound]
         is_known = self.scale.unit == "s" and per_step > 0
         return {
@@ -73,28 +70,25 @@ class PolicyResult(PolicyFigures):
             "name": self.policy.name,
             "flags": self.policy.flags,
             "seconds_per_step": per_step if is_known else None,
-            "tokens_per_second_per_gpu": num_tokens / (self.time * info.topology.num_gpus) if is_known else None,
+            "tokens_per_second_per_gpu": num_tokens / self.time / self.info.topology.num_gpus if is_known else None,
             "cost_per_gpu": None if is_known else per_step,  # FLOPs or tokens of the slowest, of any policy comparable
             "speedup": self.speedup(stock),
+            "imbalance": float(self.imbalance.mean()),
+            **{name: self.mean(name) for name in _MEANS},
             "over_bound": (float(np.mean(over)) if over else self.mean("over_bound")) - 1,
-            "padding": self.mean("padding_fraction"),
             "cap_headroom": self.least_headroom,
             "plan_ms": float(np.mean([step.plan_seconds for step in self.steps])) * 1e3,
-            "imbalance": self.mean(f"{waiting}_imbalance"),
-            **{name: self.mean(name) for name in _MEANS},
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What is compared: costs, ranks at one size, the token cap, the training script's options; inputs for people."""
+    """What is compared: costs, ranks at one size, and the token cap; the environment is for people."""
 
     costs: CompareCosts
     topology: Topology
     limits: Limits
-    script_flags: Sequence[str]
-    data_options: Mapping[str, Any]
-    inputs: Mapping[str, Any]
+    environment: Mapping[str, Any]
     shares: bool = False  # it is known what samples share
 
     def policies(self) -> tuple[list[Policy], list[str]]:
@@ -112,10 +106,8 @@ class Comparison:
         if costs.name == "seconds":
             flags = flags.partition(" --balance-by-flops")[0] + f" --balance-cost {costs.cost or 'seconds.json'}"
             policies.append(Policy("calibrated", flags, costs.on(self.topology, name="seconds").model))
-        reasons = list[str]()
-        if self.shares and self.topology.cp_size > 1:
-            reasons.append("share-prefixes is not compared: context-parallel ranks cut samples; drop --cp-size")
-        elif self.shares:
+        reasons: list[str] = []
+        if self.shares:
             sharing = f"{policies[-1].flags} --balance-share-prefixes"
             policies.append(policies[-1]._replace(name="share-prefixes", flags=sharing, shares=True))
         if costs.name != "tokens":
@@ -142,7 +134,7 @@ class Comparison:
             "bf16": policy.shares,  # kernels that merge take no fp32
         }
         fields = {} if shape is None else vars(shape)  # they have the names of Megatron's options
-        return {**fields, **sizes, **self.data_options, **parsed_flags(self.script_flags, balance=policy.flags)}
+        return {**fields, **sizes, **vars(parse_flags(policy.flags.split())[0]), **self.costs.script_options}
 
     def command(self, policy: Policy) -> str:
         """The command that trains under a policy."""
@@ -188,7 +180,7 @@ class Comparison:
             limits=self.limits,
             objective=resolve_objective("auto", topology=topology),
             policy=policy.flags or "stock",
-            environment={**self.inputs, "command": self.command(policy)},
+            environment={**self.environment, "command": self.command(policy)},
             row_tokens=steps[0].row_tokens,
         )
         fields = {name: getattr(info, name) for name in ("cost_model", "limits", "objective")}
@@ -196,33 +188,29 @@ class Comparison:
         return PolicyResult(judged, self.costs.scale(topology), policy=policy, info=info)
 
 
-def parsed_flags(flags: Sequence[str], *, balance: str) -> dict[str, Any]:
-    """Options by the names under which argparse stores them, of a training script's flags and of balance flags.
+def parsed_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """A training script's options by the names under which argparse stores them.
 
     Megatron's parser is not needed: a flag without a value is true, and so one that begins with `--no-` is false.
     """
-    texts: dict[str, list[str]] = {}
+    values: dict[str, list[Any]] = {}
     name = ""
     for word in flags:
+        text = word
         if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            name = flag.removeprefix("--").replace("-", "_")
-            texts[name] = [value] if value else []
-        elif not name:
-            raise BalanceError(f"after --: {word!r} is not a flag: flags of a training script begin with --.")
-        else:
-            texts[name].append(word)
-    values = {name: _value(words) for name, words in texts.items()}
-    values |= {name.removeprefix("no_"): False for name in texts if name.startswith("no_")}
-    return vars(parse_flags(balance.split())[0]) | values
+            flag, _, text = word.removeprefix("--").partition("=")
+            name = flag.replace("-", "_")
+            values[name] = []
+        if text:
+            values.setdefault(name, []).append(_value(text))
+    options: dict[str, Any] = {name: True for name, words in values.items() if not words}
+    options |= {name: words[0] if len(words) == 1 else words for name, words in values.items() if words}
+    options |= {name.removeprefix("no_"): False for name in values if name.startswith("no_")}
+    return options
 
 
-def _value(words: Sequence[str]) -> Any:
-    """The value that argparse would make of the words behind a flag, as far as they show its type."""
-    values: list[Any] = []
-    for word in words:
-        try:
-            values.append(json.loads(word))
-        except ValueError:
-            values.append(word)
-    return (values or [True])[0] if len(values) < 2 else values
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -22,12 +22,12 @@ STANDARD_OUTPUT = Path("-")
 _MARK = b"megatron_balance"  # begins all that this package writes
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """The type of a flag: an integer from `minimum` to MAX_LENGTH."""
+def integer(minimum: int, maximum: int = MAX_LENGTH) -> Callable[[str], int]:
+    """The type of a flag: an integer from `minimum` to `maximum`."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > 20 or not minimum <= int(text) <= MAX_LENGTH:
-            raise argparse.ArgumentTypeError(f"is {text[:40]}: it must be an integer from {minimum} to {MAX_LENGTH}.")
+        if not text.isdecimal() or len(text) > 20 or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"is {text[:40]}: it must be an integer from {minimum} to {maximum}.")
         return int(text)
 
     return parse
@@ -57,16 +57,16 @@ def output_file(text: str) -> Path:
 
 def refuse_overwriting(args: argparse.Namespace) -> None:
     """Raise where a file to write is one that the command reads, or lies in a record that it reads."""
-    texts = {name: str(value) for name, value in vars(args).items() if isinstance(value, str | Path)}
-    paths = {name: text for name, text in texts.items() if text != str(STANDARD_OUTPUT)}
-    sources = {os.path.realpath(paths[name]) for name in {"lengths", "record", "cost", "model"} & paths.keys()}
-    for flag in sorted({"json", "out", "save_lengths"} & paths.keys()):
-        output = Path(os.path.realpath(paths[flag]))
-        folder = output.parent if output.suffix == ".jsonl" else output  # files of a record
-        if sources & {str(output), str(folder)}:
-            raise BalanceError(
-                f"--{flag.replace('_', '-')} is {paths[flag]!r}, an input of this command: name another file."
-            )
+    inputs = [getattr(args, name, None) for name in ("lengths", "record", "cost", "model")]
+    sources = {os.path.realpath(path) for path in inputs if path is not None}
+    for name in ("json", "out"):
+        path = getattr(args, name, None)
+        if not isinstance(path, Path) or path == STANDARD_OUTPUT:
+            continue
+        output = Path(os.path.realpath(path))
+        # Files of a record end in .jsonl.
+        if str(output) in sources or (output.suffix == ".jsonl" and str(output.parent) in sources):
+            raise BalanceError(f"--{name} is {str(path)!r}, an input of this command: name another file.")
 
 
 def printable(text: str) -> str:
