@@ -27,9 +27,6 @@ TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measur
 MAX_POINTS = 1500
 """Most micro-batches drawn in a chart; figures in captions are over all."""
 
-NONE = "–"
-"""A cell without a value."""
-
 
 def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, speedup: float | None = None) -> None:
     """Write the page of a run, with the MFU where the `peak` of a GPU is given, TFLOP/s.

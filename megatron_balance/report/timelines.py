@@ -1,7 +1,7 @@
 """Encodes the timelines of selected steps as compact integers for the page.
 
-Of a long run the page shows the worst and the median step, and others at even distances, first and last included. Times
-are integers (`RESOLUTION` steps of the longest timeline), so that a step of 64 ranks takes tens of kilobytes.
+Of a long run the page shows steps at even distances by their imbalance, the most even and the worst included. Times are
+integers (`RESOLUTION` steps of the longest timeline), so that a step of 64 ranks takes tens of kilobytes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.planner import Forest
-from megatron_balance.record import StepRecord
 from megatron_balance.report.figures import RunFigures
 
 RESOLUTION = 50_000
@@ -22,9 +20,6 @@ MAX_STEPS, MAX_RANKS = 40, 64
 MAX_DRAWN = 50_000
 """Most samples and micro-batches of all steps drawn, so that the page stays below 1.5 MB."""
 
-MAX_ROWS = 256
-"""Most samples drawn of a micro-batch that shares tokens."""
-
 MAX_SLICES = 4096
 """Most micro-batches drawn in one timeline; beyond, only some ranks are drawn."""
 
@@ -33,19 +28,18 @@ def timeline_data(figures: RunFigures) -> tuple[str, str]:
     """The timelines of selected steps as JSON, and the selection of steps and ranks in words."""
     *_, latest = figures.policies
     measured, planned = figures.policies[latest].imbalance, figures.planned.imbalance
-    order = np.argsort(np.where(np.isnan(measured), planned, measured), kind="stable").tolist()
-    median, largest = order[(len(order) - 1) // 2], figures.planned.steps[order[-1]]
+    order = np.argsort(np.where(np.isnan(measured), planned, measured), kind="stable")
+    largest = figures.planned.steps[order[-1]]
     num_steps = min(MAX_STEPS, MAX_DRAWN // (largest.lengths.size + largest.cp_size_grid.size))
-    labels = dict.fromkeys(np.linspace(0, len(order) - 1, max(num_steps, 2)).astype(int).tolist(), "")
-    labels |= {order[-1]: f"worst {latest} imbalance", median: f"median {latest} imbalance"}
-    steps = [_step(index, label=labels[index], figures=figures) for index in sorted(labels)]
+    chosen = order[np.unique(np.linspace(0, order.size - 1, max(num_steps, 3)).astype(int))].tolist()
+    median = chosen[(len(chosen) - 1) // 2]
+    labels = {chosen[-1]: f"worst {latest} imbalance", median: f"median {latest} imbalance"}
+    steps = [_step(index, label=labels.get(index, ""), figures=figures) for index in sorted(chosen)]
     num_ranks, num_drawn = len(largest.cp_size_grid), min(len(step["ranks"]) for step in steps)
-    note = ""
-    if len(steps) < len(order):
-        note = f"{len(steps)} of {len(order):,} steps: the worst, the median, and others evenly. "
+    note = f"{len(steps)} of {order.size:,} steps, from the most even to the worst. " * (len(steps) < order.size)
     if num_drawn < num_ranks:
         note += f"At least {num_drawn} of {num_ranks:,} ranks are drawn: the busiest, and others by their time. "
-    content = {"unit": figures.planned.scale.unit, "first": sorted(labels).index(median), "steps": steps}
+    content = {"unit": figures.planned.scale.unit, "first": sorted(chosen).index(median), "steps": steps}
     return json.dumps(content, separators=(",", ":")), note
 
 
@@ -82,23 +76,4 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
         "ranks": ranks.tolist(),
         "lengths": step.lengths.tolist(),
         "panels": panels,
-        "forest": None if step.forest is None else _forest(step, step.forest),
     }
-
-
-def _forest(step: StepRecord, forest: Forest) -> dict[str, Any]:
-    """The micro-batch that saves most tokens: `nodes` are their start, tokens, first row and rows, a row a sample."""
-    size = step.cp_size_grid.size
-    given, computed = (
-        np.bincount(step.microbatch_of, tokens, size).astype(np.int64)
-        for tokens in (step.padded_lengths, step.computed_lengths)
-    )
-    place = int((given - computed).argmax())
-    rank, slot = divmod(place, step.num_microbatches)
-    paths = forest.paths[:, forest.order[step.microbatch_of[forest.order] == place]][:, :MAX_ROWS]
-    nodes, first, rows = np.unique(paths[paths >= 0], return_index=True, return_counts=True)
-    row = np.broadcast_to(np.arange(paths.shape[1]), paths.shape)[paths >= 0][first]
-    tokens = forest.node_tokens[nodes]
-    table = np.stack([forest.ends[nodes] - tokens, tokens, row, rows], axis=1)
-    numbers = {"rank": rank, "slot": slot, "given": int(given[place]), "computed": int(computed[place])}
-    return {**numbers, "nodes": table[tokens > 0].tolist()}
