@@ -37,7 +37,7 @@ from megatron_balance.runtime.failure import Failure, attempt, check_same_schedu
 from megatron_balance.runtime.gather import GatheredLengths, gather_chains, gather_lengths, image_patches
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
 from megatron_balance.samples.prefix_packing import PrefixTree, check_shareable, pack_shared, tree_starts
-from megatron_balance.samples.sample import Samples, aligned
+from megatron_balance.samples.sample import Samples
 from megatron_balance.samples.shared_prefixes import hash_chains
 from megatron_balance.samples.unpacking import split_packed, with_cu_seqlens, with_row_lengths
 from megatron_balance.topology import Topology
@@ -205,9 +205,8 @@ class StepBuilder:
             settings=settings,
             samples=[arrived.select(np.searchsorted(ids, microbatch)) for microbatch in sample_ids[index]],
         )
-        failure = packs if isinstance(packs, Failure) else None
         if forest is not None:  # a single rank finds that hashes were equal by chance
-            check_same_schedule(digest, group=group, error=failure and failure.text)
+            check_same_schedule(digest, group=group, error=packs.text if isinstance(packs, Failure) else None)
         if isinstance(packs, Failure):
             raise packs.error
         # Context-parallel ranks of a replica run different packs, made from what all of them loaded.
@@ -282,55 +281,49 @@ def _split_item(item: Any, *, unpad: int | str | None) -> Samples:
 
 
 def sizes_of_replica(
-    schedule: DataSchedule,
-    *,
-    dp_rank: int,
-    topology: Topology,
-    loss_weights: NDArray[np.float64] | None = None,
+    schedule: DataSchedule, *, dp_rank: int, topology: Topology, loss_weights: NDArray[np.float64] | None = None
 ) -> tuple[tuple[MicrobatchSizes, ...], list[list[Ints]], int]:
     """What each rank that shares micro-batches runs, one for all at one size; their sample ids; tokens of the step."""
     cp_sizes, forest = schedule.cp_size_grid, schedule.forest
+    multiples = np.ones_like(cp_sizes)
+    for size in topology.dynamic_cp_sizes:
+        multiples[cp_sizes == size] = topology.with_cp_size(size).pack_multiple
     tokens = schedule.slot_tokens().reshape(cp_sizes.shape)
-    for size in np.unique(cp_sizes[cp_sizes > 0]).tolist():
-        mask, multiple = cp_sizes == size, topology.with_cp_size(size).pack_multiple
-        num_tokens = np.where(tokens[mask] == 0, DUMMY_TOKENS * size, tokens[mask])
-        tokens[mask] = -(-num_tokens // multiple) * multiple
-    tokens[cp_sizes == 0] = 0
-    ids, owners = schedule.sample_ids(), schedule.owner_slots()
-    if forest is not None:  # in the order in which each adds to the one before it
-        ids = forest.order[np.argsort(schedule.microbatch_of[forest.order], kind="stable")]
-        shared = schedule.lengths - schedule.computed_lengths
-    stops = np.cumsum(np.bincount(schedule.microbatch_of, minlength=cp_sizes.size))
-    starts = np.concatenate([[0], stops[:-1]])
+    tokens = -(-np.where(tokens == 0, DUMMY_TOKENS * cp_sizes, tokens) // multiples) * multiples
+    # In a forest in the order in which each adds to the one before it.
+    order = np.arange(schedule.lengths.size) if forest is None else forest.order
+    order = order[schedule.lengths[order] > 0]
+    slots, owners = schedule.microbatch_of[order], schedule.owner_slots()
     replica: list[MicrobatchSizes] = []
     sample_ids: list[list[Ints]] = []
     width = topology.cp_size if topology.dynamic_cp else 1
     for row in range(dp_rank * width, (dp_rank + 1) * width):
         runs = cp_sizes[row] > 0
-        sample_ids.append([ids[starts[owner] : stops[owner]] for owner in owners[row][runs]])
-        real = [microbatch[schedule.lengths[microbatch] > 0] for microbatch in sample_ids[-1]]
-        weights = None if loss_weights is None else [loss_weights[samples].tolist() for samples in real]
-        lengths = [schedule.lengths[samples].tolist() for samples in real]
-        sizes = MicrobatchSizes(cp_sizes[row][runs].tolist(), tokens[row][runs].tolist(), lengths, weights)
-        if forest is not None:
-            sizes = replace(sizes, shared=[shared[samples].tolist() for samples in real])
+        ids = [order[slots == owner] for owner in owners[row][runs]]
+        sizes = MicrobatchSizes(
+            cp_sizes[row][runs].tolist(),
+            tokens[row][runs].tolist(),
+            sequence_lengths=_of_samples(schedule.lengths, ids),
+            loss_weights=None if loss_weights is None else _of_samples(loss_weights, ids),
+            shared=None if forest is None else _of_samples(schedule.lengths - schedule.computed_lengths, ids),
+        )
+        sample_ids.append(ids)
         replica.append(sizes)
     num_tokens = int((tokens // np.maximum(cp_sizes, 1) if topology.dynamic_cp else tokens).sum())
     return tuple(replica), sample_ids, num_tokens
 
 
-def pack(
-    sizes: MicrobatchSizes,
-    *,
-    settings: Settings,
-    samples: Sequence[Samples] | None = None,
-) -> list[Microbatch]:
+def _of_samples(values: NDArray[Any], ids: Sequence[Ints]) -> list[list[Any]]:
+    return [values[samples].tolist() for samples in ids]
+
+
+def pack(sizes: MicrobatchSizes, *, settings: Settings, samples: Sequence[Samples] | None = None) -> list[Microbatch]:
     """The micro-batches of a rank, from the samples of each; without samples, the starts of their sequences."""
     packs: list[Microbatch] = []
     trees = sizes.trees()
-    multiples = {size: settings.topology.with_cp_size(size).token_multiple for size in {*sizes.cp_sizes}}
     for number, (cp_size, num_tokens) in enumerate(zip(sizes.cp_sizes, sizes.num_tokens, strict=True)):
-        shape: Any = {"token_multiple": multiples[cp_size], "cp_size": cp_size, "num_tokens": num_tokens}
+        token_multiple = settings.topology.with_cp_size(cp_size).token_multiple
+        shape: Any = {"token_multiple": token_multiple, "cp_size": cp_size, "num_tokens": num_tokens}
         shape["few_shapes"] = settings.few_shapes
         if trees and samples is None:
             packs.append(tree_starts(trees[number]))
@@ -340,18 +333,9 @@ def pack(
             packs.append(sequence_starts(sizes.sequence_lengths[number], **shape))
         else:
             packs.append(pack_microbatch(samples[number], **shape))
-    return _pin(packs) if torch.cuda.is_available() else packs
-
-
-def _pin(packs: Sequence[Microbatch]) -> list[Microbatch]:
-    """The packs in one block of pinned memory, from which a device copies without waiting; torch keeps blocks."""
-    sizes = [aligned(tensor.nbytes) for pack in packs for tensor in pack.values()]
-    parts = iter(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True).split(sizes))
-
-    def copy(tensor: Tensor) -> Tensor:
-        return next(parts)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    return [{name: copy(tensor) for name, tensor in pack.items()} for pack in packs]
+    if torch.cuda.is_available():  # from pinned memory a device copies without waiting; torch keeps its blocks
+        return [{name: tensor.pin_memory() for name, tensor in packed.items()} for packed in packs]
+    return packs
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

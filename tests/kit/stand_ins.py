@@ -333,13 +333,15 @@ def other_ties(watch):
 
 def slow_packs(watch):
     """A rank that packs micro-batches more slowly than the others end."""
-    stock = torch.empty
+    from megatron_balance.mcore import prepare
 
-    def empty(*shape, pin_memory=False, **keywords):
-        time.sleep(2 * pin_memory)
-        return stock(*shape, **keywords)
+    stock = prepare.pack
 
-    torch.empty = empty
+    def pack(*positional, **keywords):
+        time.sleep(2)
+        return stock(*positional, **keywords)
+
+    prepare.pack = pack
 
 
 def without_the_package(watch, *, flags):

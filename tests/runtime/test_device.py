@@ -26,18 +26,14 @@ def test_micro_batches_are_pinned_and_typed_as_megatron_reads_them(ran):
         assert pack["max_seqlen"] == [True, "torch.int32", 1]
 
 
-def test_a_step_is_pinned_in_one_piece_before_it_runs_beside_training_where_they_overlap(ran):
+def test_a_step_is_pinned_before_it_runs_beside_training_where_they_overlap(ran):
     overlap, steps, packs = ran
     assert sum(name == "forward" for events in steps for name, _ in events) == len(packs)
-    pinned = 0
-    for number, events in enumerate(steps, start=1):
-        threads = [thread for name, thread in events if name == "pin"]
-        pinned += len(threads)
-        assert number <= pinned <= number + overlap
-        if number == 1:
-            assert threads[0] == "training"  # nothing ran before it
-        if number > 2:  # a step that was pinned early leaves its own number without a pin
-            assert set(threads) <= ({"beside"} if overlap else {"training"})
+    threads = [{thread for name, thread in events if name == "pin"} for events in steps]
+    assert "training" in threads[0]  # nothing ran before it
+    for names in threads[2:]:  # one that was pinned early leaves its own number without a pin
+        assert names <= ({"beside"} if overlap else {"training"})
+    assert any(threads[1:])
 
 
 def test_the_thread_beside_has_the_device_of_training_and_a_stream_of_its_own(ran):
