@@ -129,12 +129,11 @@ def test_the_first_step_is_left_out_and_the_error_is_of_steps_that_were_not_fitt
     fit, measured = fitted(record)
     assert measured.steps.min() == 2
     assert fit.coefficients[1] == pytest.approx(TRUTH["per_token"], rel=0.1)
-    assert fit.worst < 0.1
     # Three noisy steps: what was not fitted is off by more than what was.
     record = write_record(tmp_path / "noisy", Topology(4), num_steps=3, noise=0.6)
     fit, measured = fitted(record)
     own = np.abs(measured.features(fit.exchange) @ fit.coefficients / measured.seconds - 1)
-    assert (fit.error, fit.worst) != (float(np.median(own)), float(own.max()))
+    assert fit.error > float(np.median(own))
 
 
 def test_two_steps_or_none_measured_are_too_few(tmp_path, capsys):

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     launch, token, squared = (amount(attoseconds / UNITS_PER_SECOND, unit="s") for attoseconds in times)
     count = costs.origin["num_microbatches"]
     say(f"Fitted to {count} micro-batches: {launch} each, {token} a token, {squared} a squared token.")
-    say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median), {fit.worst:.1%} at worst;")
+    say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median);")
     say(f"the costs that the run planned with, at the one rate that fits them, by {fit.planned_error:.1%}.")
     if fit.error > NOTABLE_ERROR:
         say("Warning: large error, predicted speeds may be as far off. Record more steps, on idle machines.")

@@ -37,7 +37,7 @@ MAX_FOLDS = 5
 HUBER_THRESHOLD = 1.345
 """In standard deviations: 95 % as efficient as plain least squares where nothing disturbs (P. J. Huber, 1981)."""
 
-MAX_ROUNDS = 30
+ROUNDS = 12
 
 RATE_SPREAD = 0.6
 """How far, as a logarithm, attention's rate over that of all else is expected to be from what the run planned with."""
@@ -120,14 +120,13 @@ class Measurements:
 class Fit:
     """What was fitted: `[3]` seconds per micro-batch, token and unit of core, and the exchange in units of core.
 
-    `error` and `worst` are the median and largest relative error on steps that were not fitted; `planned_error` the
-    median of the costs that the run planned with, at the one rate that fits them.
+    `error` is the median relative error on steps that were not fitted; `planned_error` that of the costs which the run
+    planned with, at the one rate that fits them.
     """
 
     coefficients: Floats
     exchange: float
     error: float
-    worst: float
     planned_error: float
 
 
@@ -160,16 +159,16 @@ def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
             candidate = min((fitted(rows, exchange) for exchange in tried), key=lambda fit: fit[0])
         return candidate[1:]
 
-    costs = measured.features(planned) @ [cost_model.per_microbatch, linear, ratio is not None or not linear]
-    fold_of, errors, planned_errors = step_of % MAX_FOLDS, np.zeros_like(seconds), np.zeros_like(seconds)
-    for fold in np.unique(fold_of):
-        left_out = fold_of == fold
+    errors = np.zeros_like(seconds)
+    for fold in range(min(MAX_FOLDS, distinct.size)):
+        left_out = step_of % MAX_FOLDS == fold
         coefficients, exchange = best(~left_out)
-        errors[left_out] = np.abs((measured.features(exchange) @ coefficients / seconds - 1)[left_out])
-        rate = fit_seconds(costs[~left_out, None], seconds=seconds[~left_out])
-        planned_errors[left_out] = np.abs((costs * rate / seconds - 1)[left_out])
-    coefficients, exchange = best(np.ones_like(fold_of, dtype=np.bool_))
-    return Fit(coefficients, exchange, float(np.median(errors)), float(errors.max()), float(np.median(planned_errors)))
+        errors[left_out] = (measured.features(exchange) @ coefficients / seconds - 1)[left_out]
+    coefficients, exchange = best(np.ones_like(seconds, dtype=np.bool_))
+    costs = measured.features(planned) @ [cost_model.per_microbatch, linear, ratio is not None or not linear]
+    rates = seconds / costs
+    planned_error = np.median(np.abs(np.median(rates) / rates - 1))
+    return Fit(coefficients, exchange, float(np.median(np.abs(errors))), float(planned_error))
 
 
 def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None) -> Floats:
@@ -186,35 +185,28 @@ def fit_seconds(features: Floats, *, seconds: Floats, ratio: float | None = None
         >>> fit_seconds(np.array([[1.0, 10], [1, 20], [1, 40]]), seconds=np.array([12.0, 22, 42])).round(6).tolist()
         [2.0, 1.0]
     """
-    scales = features.max(axis=0)  # in units of like size the normal equations are well conditioned
-    scales[scales == 0] = 1.0
+    scales = np.maximum(features.max(axis=0), 1e-300)  # in units of like size the equations are well conditioned
     mean = float(seconds.mean())
     roots = np.sqrt(seconds / mean)
-    rows, target = features / scales / roots[:, None], np.append(roots, 0.0)
-    expected = np.zeros((1, features.shape[1]))
+    rows, expected = features / scales / roots[:, None], np.zeros((1, features.shape[1]))
     if ratio is not None:
-        usual = np.array([1.0, ratio]) * scales[-2:]
-        usual *= target.sum() / (rows[:, -2:] @ usual).sum()
-        expected[0, -2:] = -1 / usual[0], 1 / usual[1]
-    weights, coefficients, spread = np.ones(seconds.size + 1), np.zeros(features.shape[1]), 0.0
-    for _ in range(MAX_ROUNDS):
-        all_rows = np.concatenate([rows, spread / RATE_SPREAD * expected])
-        before, coefficients = coefficients, _non_negative(all_rows, target=target, weights=weights)
+        per_unit = seconds.sum() / (features[:, -2:] @ [1.0, ratio]).sum() / mean
+        expected[0, -2:] = np.array([-1, 1 / ratio]) / per_unit / scales[-2:]
+    weights, coefficients, spread = np.ones_like(seconds), np.zeros(features.shape[1]), 0.0
+    for _ in range(ROUNDS):
+        weighted = np.concatenate([rows * weights[:, None], spread / RATE_SPREAD * expected])
+        coefficients = _non_negative(weighted, target=np.append(roots * weights, 0.0))
         residuals = np.maximum(np.abs(rows @ coefficients - roots), 1e-9)  # below that it is rounding
         spread = 1.4826 * float(np.median(residuals))
-        weights[:-1] = np.minimum(1.0, HUBER_THRESHOLD * spread / residuals)
-        if np.allclose(coefficients, before, rtol=1e-9, atol=0):
-            break
+        weights = np.sqrt(np.minimum(1.0, HUBER_THRESHOLD * spread / residuals))
     return coefficients * mean / scales
 
 
-def _non_negative(rows: Floats, *, target: Floats, weights: Floats) -> Floats:
-    """Weighted least squares by the columns that come out positive; the most negative is left out first."""
-    roots, result, chosen = np.sqrt(weights), np.zeros(rows.shape[1]), list(range(rows.shape[1]))
-    while chosen:
-        solution: Floats = np.linalg.lstsq(rows[:, chosen] * roots[:, None], target * roots, rcond=1e-12)[0]
-        if (solution >= 0).all():
-            result[chosen] = solution
-            break
-        del chosen[int(solution.argmin())]
-    return result
+def _non_negative(rows: Floats, *, target: Floats) -> Floats:
+    """Least squares by the columns that come out positive; the most negative is left out first."""
+    chosen = np.ones(rows.shape[1])
+    while True:
+        result: Floats = np.linalg.lstsq(rows * chosen, target, rcond=1e-12)[0] * chosen
+        if (result >= 0).all():
+            return result
+        chosen[result.argmin()] = 0.0
