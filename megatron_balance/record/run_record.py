@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
@@ -45,9 +44,6 @@ PLAN = "plan.jsonl"
 
 _FOREST = ("node_tokens", "parent", "node_of")
 _TIMES = ("plan_seconds", "exchange_seconds", "exposed_seconds")
-
-_MAX_TIME = 2.0**50
-"""Largest iteration, and time in seconds, of a record that is not damaged."""
 
 MAX_GPUS, MAX_STAGES = 2**20, 2**12
 """Most GPUs and pipeline stages of a record, or of ranks that are compared."""
@@ -121,7 +117,7 @@ def line_of(step: StepRecord) -> dict[str, Any]:
 
 def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     """Read what `line_of` wrote; KeyError, TypeError or ValueError where the line is damaged."""
-    topology, iteration, names = info.topology, line["iteration"], ("microbatch_of", "cp_sizes", "image_sums", "rows")
+    topology, names = info.topology, ("microbatch_of", "cp_sizes", "image_sums", "rows")
     arrays = {name: as_integers(line[name], name=name) for name in names if name in line}
     problem = Problem.of(
         line["segment_lengths"],
@@ -138,41 +134,24 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     sizes = arrays["cp_sizes"].reshape(topology.dp_cp_size if topology.dynamic_cp else topology.dp_size, -1)
     if microbatch_of.size != problem.lengths.size or microbatch_of.max(initial=0) >= sizes.size:
         raise ValueError(f"microbatch_of must be {problem.lengths.size} integers from 0 to {sizes.size - 1}")
-    _check_cp_sizes(sizes, microbatch_of=microbatch_of, topology=topology)
+    allowed = (0, *topology.dynamic_cp_sizes) if topology.dynamic_cp else (topology.cp_size,)
+    if not sizes.size or not np.isin(sizes, allowed).all() or not sizes.ravel()[microbatch_of].all():
+        raise ValueError(f"cp_sizes has a size that is none of {allowed}, or 0 where a sample is")
     rows = arrays.get("rows")
     if rows is not None and (rows.size != microbatch_of.size or not np.isin(np.diff(rows, prepend=-1), (0, 1)).all()):
         raise ValueError("rows do not rise from 0 by at most 1")
     if rows is None and info.row_tokens is not None and info.num_rows is not None:
         rows = rows_of(problem, row_tokens=info.row_tokens, num_rows=info.num_rows)
     times: dict[str, Any] = {name: float(line[name]) for name in _TIMES}
-    if type(iteration) is not int or not all(0 <= value < _MAX_TIME for value in (iteration, *times.values())):
-        raise ValueError(f"iteration is {iteration!r}, the times are {times}")
     return StepRecord(
         **vars(problem),
         microbatch_of=microbatch_of,
         cp_size_grid=sizes,
-        iteration=iteration,
+        iteration=check_integer("iteration", line["iteration"]),
         rows=rows,
         row_tokens=info.row_tokens,
         **times,
     )
-
-
-def _check_cp_sizes(sizes: NDArray[np.int64], *, microbatch_of: NDArray[np.int64], topology: Topology) -> None:
-    """Each CP group is whole: aligned DP×CP ranks that share a slot; no rank lacks a slot before its last."""
-    num_slots, exists = sizes.shape[1], sizes > 0
-    allowed = (0, *topology.dynamic_cp_sizes) if topology.dynamic_cp else (topology.cp_size,)
-    if not sizes.size or not np.isin(sizes, allowed).all() or (exists[:, 1:] > exists[:, :-1]).any():
-        raise ValueError(f"cp_sizes has a size that is none of {allowed}, or a gap")
-    if not topology.dynamic_cp:
-        return
-    for size in topology.dynamic_cp_sizes:
-        members = np.add.reduceat(sizes == size, np.arange(0, len(sizes), size), axis=0, dtype=np.int64)
-        if not np.isin(members, (0, size)).all():
-            raise ValueError(f"cp_sizes has a group of {size} ranks that is not whole")
-    first_ranks, sample_sizes = microbatch_of // num_slots, sizes.ravel()[microbatch_of]
-    if not sample_sizes.all() or (first_ranks % sample_sizes).any():
-        raise ValueError("microbatch_of has a sample that is not on the first rank of a group")
 
 
 def read_record(path: Path) -> RunRecord:
@@ -227,13 +206,10 @@ def is_record(path: Path) -> bool:
 def _set_seconds(line: Mapping[str, Any], *, steps: Mapping[int, StepRecord]) -> None:
     """Put the seconds of a rank into their step; seconds of an unknown step, or of other slots, have no effect."""
     seconds = np.array([np.nan if value is None else value for value in line["seconds"]], dtype=float)
-    if seconds.ndim != 1 or np.isinf(seconds).any() or (seconds < 0).any():
+    if np.isinf(seconds).any() or (seconds < 0).any():
         raise ValueError("seconds are infinite, or below 0")
-    rank, iteration = line["rank"], line["iteration"]
-    if type(rank) is not int or type(iteration) is not int or rank < 0:
-        raise ValueError(f"rank is {rank!r}, iteration {iteration!r}")
-    step = steps.get(iteration)
+    rank, step = check_integer("rank", line["rank"], minimum=0), steps.get(line["iteration"])
     if step is not None and rank < len(step.seconds):
         exists = step.cp_size_grid[rank] > 0
-        if seconds.size == exists.sum():
+        if seconds.shape == (exists.sum(),):
             step.seconds[rank, exists] = seconds
