@@ -206,8 +206,8 @@ HOOKS = (
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
         wrap=while_balancing(_evaluate, run=_run_of_megatron),
-        reason="only its forward-only steps are balanced; under --sft it averages means of micro-batches by args.sft",
-        until="evaluate divides sums over tokens in every case (#7207) and its schedule can be replaced alone",
+        reason="only its forward-only steps are balanced, and it knows how many they are",
+        until="the schedule of evaluate can be replaced alone",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:forward_step",

@@ -121,11 +121,6 @@ def run_of_model(
     config, inner = get_model_config(chunks[0]), unwrap_model(chunks[0])
     parsed, _ = parse_flags([*_FLAGS, *flags])
     vocab_size = getattr(inner, "vocab_size", None)
-    if parsed.balance_evaluation and not eval_iters:
-        raise BalanceError(
-            "--balance-evaluation is set in a hand-written loop: it balances evaluations of Megatron's own loop only; "
-            "drop it, or train with megatron.training."
-        )
     if hasattr(inner, "language_model"):
         raise BalanceError(
             f"{type(inner).__name__} has an encoder beside its language model, and this package packs no images into "

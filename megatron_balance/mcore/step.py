@@ -3,8 +3,7 @@
 The schedule's place is taken by a function that pulls the items which the step would have read, balances them
 (`prepare.py`), and calls the schedule with another iterator and another number of micro-batches. A thread prepares the
 next step while this one runs. `get_num_microbatches()` is unchanged: the learning rate, consumed samples and resuming
-depend on what was loaded. A balanced evaluation has Megatron divide sums over tokens in every case: under `--sft` it
-averages means of micro-batches, which another packing changes.
+depend on what was loaded.
 
 Invariants: Megatron's state that is changed for a step is restored after it, also when it fails; a forward-only call is
 Megatron's own, unless it is a step of a balanced evaluation; every rank makes the same steps in the same order, one at
@@ -65,7 +64,7 @@ class BalancedForwardBackward:
         num_steps_done: Callable[[], int] | None = None,
     ) -> None:
         topology, timeout = settings.topology, settings.timeout
-        self._settings, self._args, self._is_sft = settings, args, bool(getattr(args, "sft", False))
+        self._settings, self._args = settings, args
         self._num_steps = 0
         self._num_steps_done = num_steps_done or (lambda: self._num_steps)
         self.last_step: BalancedStep | None = None
@@ -106,10 +105,6 @@ class BalancedForwardBackward:
         before = getattr(self._args, "curr_iteration", None)
         return self._args.iteration if before is None else before + 1
 
-    def _with_sft(self, value: bool) -> AbstractContextManager[None]:
-        """Have Megatron's arguments hold this `--sft` in this context; other loops do not read it."""
-        return contextlib.nullcontext() if self._args is None else patched_attrs(self._args, sft=value)
-
     @contextlib.contextmanager
     def evaluating(self, num_steps: int) -> Iterator[None]:
         """Balance the forward-only steps in this context, Megatron's `evaluate` of so many, where the run does."""
@@ -118,8 +113,7 @@ class BalancedForwardBackward:
             return
         self._eval_steps_left = num_steps
         try:
-            with self._with_sft(False):
-                yield
+            yield
         finally:
             self._eval_steps_left = 0
 
@@ -129,16 +123,15 @@ class BalancedForwardBackward:
         with with_step_context(f"iteration {iteration}"):
             if not arguments.get("forward_only"):
                 return self._train(schedule, arguments, iteration=iteration)
-            with self._with_sft(self._is_sft):
-                if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
-                    return schedule(**arguments)
-                self._eval_steps_left -= 1
-                source, number = self._source(arguments), arguments["num_microbatches"]
-                self.last_step = step = self._evaluation.balance(source, num_microbatches=number)
-                if self._settings.overlap and self._eval_steps_left:
-                    name = f"evaluation after iteration {iteration}"
-                    self._evaluation.prepare(num_microbatches=number, name=name)
-                return self._run(schedule, step, arguments)
+            if self._evaluation is None or not self._eval_steps_left or arguments.get("collect_non_loss_data"):
+                return schedule(**arguments)
+            self._eval_steps_left -= 1
+            source, number = self._source(arguments), arguments["num_microbatches"]
+            self.last_step = step = self._evaluation.balance(source, num_microbatches=number)
+            if self._settings.overlap and self._eval_steps_left:
+                name = f"evaluation after iteration {iteration}"
+                self._evaluation.prepare(num_microbatches=number, name=name)
+            return self._run(schedule, step, arguments)
 
     def _source(self, arguments: dict[str, Any]) -> Iterator[Any] | None:
         """The iterator of a step, None where this rank loads no data; chunks of a virtual pipeline read one."""

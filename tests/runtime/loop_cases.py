@@ -188,18 +188,15 @@ def dummies():
 
 
 def evaluated(*, collects):
-    """Tokens of each micro-batch of a balanced evaluation of two items, and `--sft` as its steps see it."""
+    """Tokens of each micro-batch of a balanced evaluation of two items."""
     balanced()
     flags = ["--max-tokens-per-gpu", "16", "--no-balance-data", "--no-balance-by-flops"]
     cost = CostModel(linear=10, quadratic=1)
     run = run_of_model(Model(), flags=flags, cost=cost, eval_iters=1, distributed_timeout_minutes=2)
-    args = Namespace(sft=True, iteration=0, curr_iteration=0)
-    run._args, run._is_sft = args, True
+    run._args = Namespace(iteration=0, curr_iteration=0)
     ran = []
-    seen = []
 
     def schedule(**given):
-        seen.append(args.sft)
         ran.extend(stock_schedule(**given))
         return []
 
@@ -207,7 +204,7 @@ def evaluated(*, collects):
     run_of(run, lambda: run)  # for hooks
     with run.evaluating(1):
         run(schedule, data_iterator=Items(0), num_microbatches=NUM_ITEMS, collect_non_loss_data=collects, **words)
-    return [microbatch["tokens"].numel() for microbatch in ran], seen
+    return [microbatch["tokens"].numel() for microbatch in ran]
 
 
 def counted_by_routers(*, tokens):

@@ -99,8 +99,8 @@ def test_routers_count_a_token_at_least_and_ranks_the_same_part(run_cases, token
 
 
 def test_data_that_are_no_loss_are_collected_from_megatrons_own_micro_batches(run_cases):
-    assert run_cases(1, "evaluated", collects=False) == [([length_of(0) + length_of(1)], [True])]
-    assert run_cases(1, "evaluated", collects=True) == [([length_of(0), length_of(1)], [True])]
+    assert run_cases(1, "evaluated", collects=False) == [[length_of(0) + length_of(1)]]
+    assert run_cases(1, "evaluated", collects=True) == [[length_of(0), length_of(1)]]
 
 
 SEQUENCES = [

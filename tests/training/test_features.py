@@ -1,4 +1,4 @@
-"""Features that ask for more than equality with stock: evaluation under --sft, records, pipelines, routers, loops."""
+"""Features that ask for more than equality with stock: records, pipelines, routers, loops."""
 
 import json
 import re
@@ -150,17 +150,6 @@ def test_one_flag_says_what_it_chose(train, row):
     assert "--use-dynamic-batch-size (" in line
     assert "--balance-cost flops (" in line
     assert "--max-tokens-per-gpu" not in line
-
-
-@pytest.mark.slow
-def test_under_sft_a_flag_has_sums_divided(train):
-    stock = run_of(train, row_of("DP2", "by-flops"), balanced=False)
-    sft = row_of("DP2", "sft")
-    ours = train(f"{sft.stock} {BY_FLOPS} --balance-evaluation")
-    assert ours.losses() == [pytest.approx(losses, rel=1e-6) for losses in stock.losses()]
-    means = run_of(train, sft)
-    assert means.log(0).count("evaluation is Megatron's own: under --sft it averages means") == 1
-    assert means.losses() != [pytest.approx(losses, rel=1e-5) for losses in stock.losses()]
 
 
 @pytest.mark.slow

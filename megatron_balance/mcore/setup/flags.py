@@ -132,10 +132,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "such as the id of a rollout, or a float as their weight. It sets --calculate-per-token-loss.",
     )
     add(
-        "--balance-evaluation",
-        action=on_or_off,
-        help="Pack and move the samples of evaluation too; its loss is then the sum over tokens divided by tokens. "
-        "Without either flag: where Megatron divides sums as well, so not under --sft, where it averages means.",
+        "--no-balance-evaluation",
+        action="store_false",
+        dest="balance_evaluation",
+        help="Leave evaluation to Megatron, as under --sft and --balance-dynamic-cp; else its samples are packed too.",
     )
     add(
         "--no-balance-overlap",

@@ -263,7 +263,7 @@ _NAMED: dict[str, tuple[tuple[str, ...], Callable[[Options], bool]]] = {
     ),
     "stock_evaluation": (
         (),
-        lambda options: options["balance_evaluation"] is False or options["balance_dynamic_cp"] is not None,
+        lambda options: not options["balance_evaluation"] or options["balance_dynamic_cp"] is not None,
     ),
 }
 

@@ -92,14 +92,11 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     num_tuned, tuned = autotuned(options)
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
-        balances, reason = options["balance_evaluation"], ""
-        if balances is None and topology.dynamic_cp:
-            reason = "it runs at --context-parallel-size"
-        elif balances is None and options.get("sft"):
-            reason = "under --sft it averages means of micro-batches; --balance-evaluation divides sums over tokens"
-        if reason:
-            log_lines.append(f"evaluation is Megatron's own: {reason}.")
-        elif balances is not False:
+        if topology.dynamic_cp:
+            log_lines.append("evaluation is Megatron's own: it runs at --context-parallel-size.")
+        elif options.get("sft"):
+            log_lines.append("evaluation is Megatron's own: under --sft it averages means of micro-batches.")
+        elif options["balance_evaluation"]:
             # Megatron has this size from 0.18 on.
             eval_limits = _limits(options, options.get("eval_micro_batch_size") or rows)
     return Settings(
