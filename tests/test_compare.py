@@ -264,7 +264,7 @@ def test_stock_is_what_megatron_runs_or_asked_for(tmp_path, capsys):
     packed.write_text("[100, 50, 300]\n[50]\n" * 8)
     policies = figures_of(tmp_path, packed, *batch, "--seq-length", 400, "--max-tokens-per-gpu", 900)["policies"]
     assert policies["stock"]["padding_fraction"] == pytest.approx(1 - 450 / 800)  # 50 of a row are cut
-    assert "8 rows are longer than --seq-length 400: Megatron cuts them" in capsys.readouterr().out
+    assert "filled up to --seq-length 400; 8 are longer and cut" in capsys.readouterr().out
     documents = ["--data", "documents", "--seq-length", 100]
     assert figures_of(tmp_path, file, *batch, *documents)["advice"]["policy"] == "stock"
     assert "balancing needs --data masked-documents" in capsys.readouterr().out

@@ -153,10 +153,9 @@ def test_a_stream_gives_what_the_sampler_gives(num_workers):
     assert [[row["id"] for row in batch] for batch in stream] == given_ids[3:]
 
 
-def test_lengths_come_from_columns_a_function_or_a_file(tmp_path):
+def test_lengths_come_from_columns_or_a_file(tmp_path):
     rows = [{"text": "ab", "input_ids": [1, 2, 3]}, {"text": "c", "input_ids": [4]}]
     assert dataset_lengths(rows).tolist() == [3, 1]
-    assert dataset_lengths(rows, length=lambda row: len(row["text"])) == [2, 1]
     packs = [{"seq_lengths": [2, 3], "input_ids": [0] * 5}, {"seq_lengths": [4], "input_ids": [0] * 4}]
     assert list(map(list, dataset_lengths(packs))) == [[2, 3], [4]]
     (tmp_path / "packs.jsonl").write_text("[2, 3]\n[4]\n")

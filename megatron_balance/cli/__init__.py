@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace(": is ", " is ", 1)
-        raise BalanceError(f"{message} (see {self.prog} --help)")
+        raise BalanceError(f"{message} (see {self.prog} --help; flags of your training script go after --)")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,14 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the result is the exit status, 2 where a flag or a file cannot be used."""
     arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     try:
-        end = arguments.index("--") if "compare" in arguments[:2] and "--" in arguments else len(arguments)
-        args, unknown = build_parser().parse_known_args(arguments[:end])
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        args = build_parser().parse_args(arguments[:end])
         args.script_flags = arguments[end + 1 :]
-        if unknown:
-            script = "flags of your training script go after --; " * (args.command in ("compare", "doctor"))
-            raise BalanceError(
-                f"unrecognized arguments: {' '.join(unknown)} ({script}see megatron-balance {args.command} --help)"
-            )
         refuse_overwriting(args)
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
@@ -143,9 +138,7 @@ It changes nothing.
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _DOCTOR_EPILOG
-    parser.add_argument("-v", "--verbose", action="store_true", help="list every hook, and why it is there")
-    parser.add_argument("--json", action="store_true", help="print the findings as one JSON object")
-    parser.add_argument("megatron_args", nargs="*", metavar="-- MEGATRON_ARGS", help="your script's flags, after --")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON, with every hook")
 
 
 @quiet_imports()
@@ -166,42 +159,39 @@ def _doctor(args: argparse.Namespace) -> int:
             # In one line, whatever a library has put into it.
             lines.append({"section": section, "kind": kind, "message": " ".join(finding.message.split())})
 
-    def problems() -> tuple[str, ...]:
-        return tuple(line["message"] for line in lines if line["kind"] == "problem")
-
     check("packages", doctor.check_packages())
     check(_HOOKS, doctor.check_hooks())
     check("machine and environment", doctor.check_environment())
-    flags, advice = args.megatron_args, "put those of your script after -- to check them"
+    flags, advice = args.script_flags, "put those of your script after -- to check them"
     check("your flags", doctor.check_flags(flags) if flags else [Finding(True, advice, is_note=True)])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:  # torchrun's
-        check("all ranks", check_cluster(flags=flags, problems=problems()))
+        problems = [line["message"] for line in lines if line["kind"] == "problem"]
+        check("all ranks", check_cluster(flags=flags, problems=problems))
         if os.environ["RANK"] != "0":
             return 0
     if args.json:
         print(json.dumps(lines, indent=1))
     else:
-        _print_findings(lines, verbose=args.verbose)
-    return int(bool(problems()))
+        _print_findings(lines)
+    return int(any(line["kind"] == "problem" for line in lines))
 
 
 _HOOKS = "hooks into Megatron"
 
 
-def _print_findings(lines: Sequence[Mapping[str, str]], *, verbose: bool) -> None:
-    """Problems first; hooks that apply are counted, or listed."""
+def _print_findings(lines: Sequence[Mapping[str, str]]) -> None:
+    """Problems first; hooks that apply are counted."""
     problems = [line for line in lines if line["kind"] == "problem"]
     for line in problems:
         print(f"problem  {line['message']}")
     hooks = [line for line in lines if line["section"] == _HOOKS and line["kind"] == "ok"]
     for section, findings in itertools.groupby(lines, key=lambda line: line["section"]):
         print(f"\n{section}")
-        if section == _HOOKS and not verbose:
-            print(f"  {'ok':8} {len(hooks)} apply; doctor -v lists them")
         for line in findings:
-            if line not in problems and (verbose or line not in hooks):
+            if line not in problems and line not in hooks:
                 print(f"  {line['kind']:8} {line['message']}")
-    print(f"\nproblems: {len(problems)}, at the top" if problems else "\nno problem")
+    print(f"\n{len(hooks)} hooks apply")
+    print(f"problems: {len(problems)}, at the top" if problems else "no problem")
 
 
 _Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cli.data import recorded_steps
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
 from megatron_balance.cli.terminal import show_progress
@@ -26,29 +27,21 @@ DYNAMIC_WORTH = 0.05  # dynamic CP over one size, where bandwidths are assumed
 SETTING_SAMPLES = 2**10  # of a record, that other settings are planned for
 
 
-def recommend(
-    results: Sequence[PolicyResult], *, comparison: Comparison, record: RunRecord | None = None
-) -> tuple[PolicyResult, list[str]]:
-    """Choose a policy, and say why. `results`: stock first, then by rising number of flags."""
-    worth = DYNAMIC_WORTH if comparison.costs.assumes_bandwidth else WORTH
+def recommend(results: Sequence[PolicyResult], *, costs: CompareCosts) -> PolicyResult:
+    """Choose a policy. `results`: stock first, then by rising number of flags."""
+    worth = DYNAMIC_WORTH if costs.assumes_bandwidth else WORTH
     static = [result for result in results if not result.policy.dynamic_cp and not result.policy.shares]
     best = min(static, key=lambda result: result.time)
-    chosen = next(result for result in static if result.time * (1 - WORTH) <= best.time)
     for result in results:
         if result.policy.dynamic_cp and result.time < best.time * (1 - worth):
-            chosen = result
-    return chosen, list(_reasons(chosen, results=results, best=best, comparison=comparison, record=record))
+            return result
+    return next(result for result in static if result.time * (1 - WORTH) <= best.time)
 
 
-def _reasons(
-    chosen: PolicyResult,
-    *,
-    results: Sequence[PolicyResult],
-    best: PolicyResult,
-    comparison: Comparison,
-    record: RunRecord | None,
+def reasons(
+    chosen: PolicyResult, *, results: Sequence[PolicyResult], comparison: Comparison, record: RunRecord | None
 ) -> Iterator[str]:
-    """The advice in sentences."""
+    """Why a policy is recommended, and what to mind, in sentences."""
     stock, packed = results[0], results[min(1, len(results) - 1)]
     if chosen is stock:
         yield f"Leave balancing off: no policy gains {WORTH:.0%} or more on these lengths and ranks."
@@ -65,7 +58,7 @@ def _reasons(
         )
         yield comparison.command(chosen.policy)
         yield "or --balance in place of the last flags: it enables every feature that no rule excludes."
-    unavoidable = best.mean("unavoidable_waiting")
+    unavoidable = packed.mean("unavoidable_waiting")
     if unavoidable > WORTH:
         yield (
             f"At this context-parallel size GPUs wait {unavoidable:.0%} of the time or more, whatever the plan: a "
@@ -74,8 +67,8 @@ def _reasons(
     for result in results:
         if result.policy.shares:
             yield (
-                f"--balance-share-prefixes: {result.sharing}. At most {result.speedup(best):.2f}x the speed of "
-                f"{best.policy.name}; no GPU has run it."
+                f"--balance-share-prefixes: {result.sharing}. At most {result.speedup(chosen):.2f}x the speed of "
+                f"{chosen.policy.name}; no GPU has run it."
             )
     num_ranks = chosen.info.topology.dynamic_cp_sizes[-1]  # that may share a sequence
     lengths = np.concatenate([step.segments for step in packed.steps])

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.cli.advice import advise_settings, recommend
+from megatron_balance.cli.advice import advise_settings, reasons, recommend
 from megatron_balance.cli.costs import CompareCosts
 from megatron_balance.cli.data import BLOCK, MAX_SAMPLES, ranks_and_cap, read_batches
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult, parsed_flags
@@ -168,7 +168,7 @@ def _compare(args: argparse.Namespace) -> bytes:
         f"{lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max()} tokens. Cost: "
         f"{costs.text(topology)}."
     )
-    notes += [*batches.notes, costs.split_advice(topology, lengths)]
+    notes.append(costs.split_advice(topology, lengths))
     notes.append("" if seconds is None else seconds.extrapolation(int(lengths.max())))
     for note in filter(None, notes):
         say(f"Note: {note}", style="yellow")
@@ -177,7 +177,8 @@ def _compare(args: argparse.Namespace) -> bytes:
         show_progress(f"planning {policy.name}")
         results.append(comparison.judge(policy, list(comparison.plan(policy, batches.steps))))
     show_progress()
-    stock, (advised, sentences) = results[0], recommend(results, comparison=comparison, record=record)
+    stock, advised = results[0], recommend(results, costs=costs)
+    sentences = list(reasons(advised, results=results, comparison=comparison, record=record))
     lines = [result.line(stock=stock) for result in results]
     if len(results) > 1:
         lines[0] = stock.line(stock=stock, bounds=[metrics.lower_bound for metrics in results[1].metrics])

@@ -42,14 +42,12 @@ _SIZES = ("dp_size", "cp_size", "tp_size", "pp_size", "ep_size")
 class Batches:
     """Global batches as loaded, not planned.
 
-    `kind` is that of `--data`, and `samples` for a record; `stock` says how a stock run computes them, `notes` what a
-    user may miss.
+    `kind` is that of `--data`, and `samples` for a record; `stock` says how a stock run computes them.
     """
 
     steps: Sequence[StepRecord]
     kind: str
     stock: str
-    notes: list[str]
 
 
 def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tuple[Topology, Limits]:
@@ -110,11 +108,10 @@ def read_batches(args: argparse.Namespace, *, record: RunRecord | None, topology
         steps = recorded_steps(record, steps=args.steps, dp_size=topology.dp_size)
         row_tokens = steps[0].row_tokens if steps[0].rows is not None else None
         stock = f"the recorded rows, {'as they are' if row_tokens is None else f'filled up to {row_tokens} tokens'}"
-        is_all = sum(step.lengths.size > 0 for step in record.steps) == len(steps)
-        return Batches(steps, "samples", stock, _notes(args, steps, is_all=is_all))
+        return Batches(steps, "samples", stock)
     size = args.global_batch_size
     most_steps = args.steps or max(MAX_SAMPLES // size, 1)
-    kind, rows, texts = _rows_of_stock(args, limit=most_steps * size + 1)
+    kind, rows, texts = _rows_of_stock(args, limit=most_steps * size)
     num_steps = args.steps or min(most_steps, max(rows.counts.size // size, 1))
     if rows.counts.size < num_steps * size:
         raise BalanceError(
@@ -143,14 +140,10 @@ def read_batches(args: argparse.Namespace, *, record: RunRecord | None, topology
                 row_tokens=rows.row_tokens,
             )
         )
-    notes = _notes(args, steps, is_all=rows.counts.size <= most_steps * size)
+    stock = STOCKS[kind].format(args.seq_length)
     if rows.num_cut:
-        notes.append(f"{rows.num_cut} rows are longer than --seq-length {args.seq_length}: Megatron cuts them.")
-    return Batches(steps, kind, STOCKS[kind].format(args.seq_length), notes)
-
-
-def _notes(args: argparse.Namespace, steps: Sequence[StepRecord], *, is_all: bool) -> list[str]:
-    return [] if is_all or args.steps else [f"these are the first {len(steps)} steps; --steps plans more."]
+        stock += f"; {rows.num_cut} are longer and cut"
+    return Batches(steps, kind, stock)
 
 
 def _rows_of_stock(args: argparse.Namespace, *, limit: int) -> tuple[str, Rows, list[NDArray[np.int64]]]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from megatron_balance.cli.terminal import output_file, say
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.record import read_record
-from megatron_balance.record.fit import NOTABLE_ERROR, fit_record, measured_rates
-from megatron_balance.report.figures import amount
+from megatron_balance.record.fit import NOTABLE_ERROR, fit_record
 
 _EPILOG = """\
 examples:
@@ -21,8 +20,6 @@ examples:
 Three steps are enough where lengths differ. The first step of a run is left out where three others were measured. Costs
 are of this model, precision and kind of GPU; other tensor- and context-parallel sizes are taken to share them evenly.
 """
-
-TOLD_APART = 0.05  # least part of the longest sequence's time that attention must have for its rate to be known
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,24 +35,20 @@ def run(args: argparse.Namespace) -> int:
     record = read_record(args.record)
     fit, costs = fit_record(record)
     costs.write(args.out)
-    longest = costs.origin["longest_sequence"]
-    per = costs.costs  # attoseconds
-    times = (per.per_microbatch, per.linear + per.expert_linear, per.quadratic)
-    launch, token, squared = (amount(attoseconds / UNITS_PER_SECOND, unit="s") for attoseconds in times)
-    count = costs.origin["num_microbatches"]
+    per = costs.costs
+    terms = (per.per_microbatch, per.linear + per.expert_linear, per.quadratic)
+    launch, token, squared = (f"{term / UNITS_PER_SECOND:.3g} s" for term in terms)
+    count, longest = costs.origin["num_microbatches"], costs.origin["longest_sequence"]
     say(f"Fitted to {count} micro-batches: {launch} each, {token} a token, {squared} a squared token.")
     say(f"On steps that were left out of the fit it is off by {fit.error:.1%} (median);")
     say(f"the costs that the run planned with, at the one rate that fits them, by {fit.planned_error:.1%}.")
     if fit.error > NOTABLE_ERROR:
         say("Warning: large error, predicted speeds may be as far off. Record more steps, on idle machines.")
-    if rates := measured_rates(fit, info=record.info):
-        linear, attention = rates.values()
+    if "linear_tflops" in costs.origin:
+        linear, attention = costs.origin["linear_tflops"], costs.origin["attention_tflops"]
         ratio = f"{attention / linear:.2g}"
         say(f"A rank runs what is linear at {linear:.3g} TFLOP/s and attention at {attention:.3g}, r = {ratio}:")
         say(f"--balance-attention-rate {ratio} without the file.")
-    part = 1 - (per.linear + per.expert_linear) * longest / per(longest)
-    if part < TOLD_APART:
-        say(f"Warning: no long samples were seen, and its rate is not known: attention took {part:.1%} of the longest.")
     say(f"Sequences had up to {longest} tokens. Longer ones are extrapolated: record such sequences too.")
     say(f"Written to {args.out}. Use it: compare --cost {args.out}, or --balance-cost {args.out} in training.")
     return 0

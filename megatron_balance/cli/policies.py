@@ -10,6 +10,7 @@ that the run's own options refuse.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -193,19 +194,13 @@ def parsed_flags(flags: Sequence[str]) -> dict[str, Any]:
 
     Megatron's parser is not needed: a flag without a value is true, and so one that begins with `--no-` is false.
     """
-    values: dict[str, list[Any]] = {}
-    name = ""
-    for word in flags:
-        text = word
-        if word.startswith("--"):
-            flag, _, text = word.removeprefix("--").partition("=")
-            name = flag.replace("-", "_")
-            values[name] = []
-        if text:
-            values.setdefault(name, []).append(_value(text))
-    options: dict[str, Any] = {name: True for name, words in values.items() if not words}
-    options |= {name: words[0] if len(words) == 1 else words for name, words in values.items() if words}
-    options |= {name.removeprefix("no_"): False for name in values if name.startswith("no_")}
+    options: dict[str, Any] = {}
+    for flag in f" {' '.join(flags)}".split(" --")[1:]:
+        words = re.split(r"[\s=]+", flag.strip())
+        name, values = words[0].replace("-", "_"), [_value(word) for word in words[1:]]
+        options[name] = values if len(values) > 1 else (*values, True)[0]
+        if name.startswith("no_"):
+            options[name.removeprefix("no_")] = False
     return options
 
 

@@ -39,15 +39,14 @@ count = integer(1)
 def output_file(text: str) -> Path:
     """A file to write, the value of a flag: its folder is made, and the file opened, before anything is computed."""
     path = Path(os.path.realpath(text))  # what a link names is made, and the link stays
+    is_new = not path.exists()
     try:
-        new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        if new:
-            path.unlink()
-            return Path(text)
-        with path.open("rb") as file:
+        with path.open("ab+") as file:
+            file.seek(0)
             content = file.read(2**16)
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"is {text!r}: it cannot be written ({error.strerror}).") from error
     if content and _MARK not in content:

@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -73,16 +73,13 @@ def read_tokens(path: str | Path, *, key: str | None = None, limit: int | None =
         raise BalanceError(f"{path} has no lists of tokens {name!r}: {error}; name them with --key.") from error
 
 
-def dataset_lengths(
-    dataset: Any, *, column: str | None = None, length: Callable[[Any], int] | None = None
-) -> Sequence[Any] | NDArray[np.int64]:
+def dataset_lengths(dataset: Any, *, column: str | None = None) -> Sequence[Any] | NDArray[np.int64]:
     """Lengths of a data set in its order, as `BalancedBatchSampler` takes them.
 
     Args:
         dataset: rows by position, dictionaries, or a `datasets.Dataset`; or a file that `read_lengths` reads.
         column: of lengths, of tokens, or `seq_lengths` of packs; None for the first there is of `length`,
             `num_tokens`, `seq_lengths` and `input_ids`.
-        length: tokens of a row, where no column has them.
 
     Returns:
         `[num_rows]` tokens, or lists of them where rows are packs.
@@ -95,8 +92,6 @@ def dataset_lengths(
         >>> dataset_lengths([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
         array([3, 1])
     """
-    if length is not None:
-        return [length(dataset[row]) for row in range(len(dataset))]
     if isinstance(dataset, str | Path):
         rows = read_rows(dataset, key=column)
     else:

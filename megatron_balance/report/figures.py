@@ -20,7 +20,6 @@ micro-batches of a rank do not overlap and are in slot order; none ends after `t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,15 +62,6 @@ def _unwaited(step: StepRecord) -> Floats:
     """`[2, n]` costs and seconds of the micro-batches that waited for no other rank."""
     mask = step.is_slowest & (step.costs > 0)
     return np.stack([step.costs[mask], step.seconds[mask]])
-
-
-def amount(value: float, *, unit: str) -> str:
-    """A time or a cost with a readable unit: 12.3 ms, 4.56 PFLOP, 8,192 tokens."""
-    if unit == "tokens":
-        return f"{value:,.0f} tokens"
-    prefixes = {-9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", 21: "Z"}
-    power = min(max(3 * math.floor(math.log10(abs(value) or 1) / 3), -9), 0 if unit == "s" else 21)
-    return f"{value / 10**power:.3g} {prefixes[power]}{unit}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.record.fit import NOTABLE_ERROR
-from megatron_balance.report.figures import RunFigures, amount
+from megatron_balance.report.figures import RunFigures
 from megatron_balance.report.timelines import timeline_data
 
 TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measured"}
@@ -59,7 +59,6 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         speedup=speedup,
         columns=[TITLES[name] for name in figures.policies],
         peak=peak,
-        amount=amount,
         batch=" to ".join(f"{size:,}" for size in sorted({min(batches), max(batches)})),
         unavoidable=max(step.unavoidable_waiting for step in planned.metrics),
         notable_error=NOTABLE_ERROR,

@@ -38,14 +38,16 @@ def test_a_healthy_environment(capsys):
     from megatron.training import training
 
     before = training.get_forward_backward_func, training.evaluate
-    status, lines = doctor(capsys, "", "-v")
+    status, lines = doctor(capsys)
     assert status == 0
     assert problems(lines) == []
     assert lines[-1] == "no problem"
     rows = hooking.hooks_of_release(hooks.HOOKS, hooks.supported_version())
+    assert f"{len(rows)} hooks apply" in lines
+    assert main(["doctor", "--json"]) == 0
+    messages = [finding["message"] for finding in json.loads(capsys.readouterr().out) if finding["kind"] == "ok"]
     for hook in rows:
-        assert any(line.startswith(f"ok       {hook.target}:") for line in lines)
-    assert f"ok       {len(rows)} apply; doctor -v lists them" in doctor(capsys)[1]
+        assert any(message.startswith(f"{hook.target}:") for message in messages)
     assert any(line.startswith("ok       torch ") for line in lines)
     assert any(line.startswith("ok       megatron-core 0.19") for line in lines)
     assert (training.get_forward_backward_func, training.evaluate) == before
