@@ -55,15 +55,15 @@ def ranks_and_cap(args: argparse.Namespace, *, record: RunRecord | None) -> tupl
     cap = args.max_tokens_per_gpu
     if record is not None:
         names = ("global_batch_size", "key", "shuffle", "data", "seq_length", "share_prefixes", *_SIZES)
-        if given := [_flag(name) for name in names if getattr(args, name) is not None]:
-            raise BalanceError(f"{', '.join(given)} given: a record has its own, drop it.")
+        if flags := [_flag(name) for name in names if getattr(args, name) is not None]:
+            raise BalanceError(f"{', '.join(flags)} given: a record has its own, drop it.")
         if (cap := cap or record.info.limits.max_tokens_per_gpu) is None:
             raise BalanceError("the recorded run had no token cap: give --max-tokens-per-gpu.")
         return record.info.topology.with_cp_size(record.info.topology.cp_size), Limits(cap)
     if cap is None and args.seq_length is not None:
         cap = -(-args.seq_length // (args.cp_size or 1))  # a row of stock is known to fit
-    needed = {"global_batch_size": args.global_batch_size, "dp_size": args.dp_size, "max_tokens_per_gpu": cap}
-    missing = [_flag(name) for name, value in needed.items() if value is None]
+    values = {"global_batch_size": args.global_batch_size, "dp_size": args.dp_size, "max_tokens_per_gpu": cap}
+    missing = [_flag(name) for name, value in values.items() if value is None]
     if missing:
         raise BalanceError(f"{', '.join(missing)} missing: compare needs them, but for a record.")
     sizes = {name: size for name in _SIZES if (size := getattr(args, name)) is not None}
@@ -158,28 +158,26 @@ def _rows_of_stock(args: argparse.Namespace, *, limit: int) -> tuple[str, Rows, 
         remedy = "leave out --seq-length" if kind == "samples" else "give Megatron's --seq-length, the tokens of a row"
         raise BalanceError(f"--data is {kind}: {remedy}.")
     texts: list[NDArray[np.int64]] = []
-    to_read = limit if args.shuffle is None and kind not in DOCUMENTS else None
+    num_rows = limit if args.shuffle is None and kind not in DOCUMENTS else None
     if not args.share_prefixes:
-        rows = _read(args, limit=to_read)
+        rows = _read(args, limit=num_rows)
     elif kind == "samples":
-        texts = read_tokens(args.lengths, key=args.key, limit=to_read)
+        texts = read_tokens(args.lengths, key=args.key, limit=num_rows)
         rows = Rows.from_samples(np.array([text.size for text in texts]))
     else:
         raise BalanceError(f"--share-prefixes needs --data samples, not {kind or 'rows'}, which are filled or cut.")
     if args.shuffle is not None and kind not in DOCUMENTS:
         order = np.random.default_rng(args.shuffle).permutation(rows.counts.size)
-        rows, texts = rows.permuted(order), [texts[row] for row in order.tolist()] if texts else texts
+        rows = rows.permuted(order)
+        texts = [texts[row] for row in order.tolist()] if texts else []
     if kind is None:
         kind = "packed" if (rows.counts != 1).any() else "padded"
     if args.seq_length is None:
         return kind, rows, texts
     seed = MEGATRON_SEED if args.shuffle is None else args.shuffle
     multiple = 1 if args.cp_size in (None, 1) else 2 * args.cp_size
-    return (
-        kind,
-        stock_rows(rows, kind=kind, seq_length=args.seq_length, seed=seed, limit=limit, multiple=multiple),
-        texts,
-    )
+    rows = stock_rows(rows, kind=kind, seq_length=args.seq_length, seed=seed, limit=limit, multiple=multiple)
+    return kind, rows, texts
 
 
 def _read(args: argparse.Namespace, *, limit: int | None) -> Rows:

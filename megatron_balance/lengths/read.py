@@ -137,12 +137,14 @@ def _lengths_of(record: object, source: str, key: str | None) -> list[object]:
 
 def _choose(names: Iterable[str], *, source: str, key: str | None) -> str:
     """The name that holds the lengths."""
-    wanted = KEYS if key is None else (key,)
-    for name in wanted:
+    candidates = KEYS if key is None else (key,)
+    for name in candidates:
         if name in names:
             return name
     listed = ", ".join(islice(names, 9))
-    raise BalanceError(f"{source} has no {' or '.join(map(repr, wanted))}, but {listed}; name the lengths with --key.")
+    raise BalanceError(
+        f"{source} has no {' or '.join(map(repr, candidates))}, but {listed}; name the lengths with --key."
+    )
 
 
 def _checked(raw: NDArray[Any] | list[object], counts: NDArray[np.int64], *, source: str) -> Rows:

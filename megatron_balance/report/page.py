@@ -9,7 +9,6 @@ is escaped; what charts show is in its captions and tables as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from megatron_balance.report.timelines import timeline_data
 
 TITLES = {"stock": "stock, predicted", "planned": "planned", "measured": "measured"}
 """Name of a policy in charts and tables."""
-
-MAX_POINTS = 1500
-"""Most micro-batches drawn in a chart; figures in captions are over all."""
 
 
 def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, speedup: float | None = None) -> None:
@@ -67,34 +63,21 @@ def write_page(figures: RunFigures, *, out: Path, peak: float | None = None, spe
         isfinite=np.isfinite,
         selection=selection,
         timelines=timelines,
-        drawn=json.dumps(_charts(figures), separators=(",", ":")),
+        drawn=json.dumps(_imbalance(figures), separators=(",", ":")),
         style=_asset("style.css"),
         script=_asset("page.js"),
     )
     out.write_text(page, encoding="utf-8")
 
 
-def _charts(figures: RunFigures) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each chart: imbalance over the steps, and predicted against measured seconds beside the diagonal."""
+def _imbalance(figures: RunFigures) -> list[dict[str, Any]]:
+    """The lines of the chart: imbalance over the steps, None where nothing was measured."""
     iterations = [step.iteration for step in figures.record.steps]
-    policies = figures.policies.items()
-    charts = {"imbalance": [_line(TITLES[name], name, iterations, policy.imbalance) for name, policy in policies]}
-    if figures.predictions.size:
-        points = np.unique(np.linspace(0, figures.predictions.shape[1] - 1, MAX_POINTS).astype(np.int64))
-        predicted, measured = figures.predictions[:, points]
-        ends = [min(predicted.min(), measured.min()) / 1.2, max(predicted.max(), measured.max()) * 1.2]
-        micro_batches = _line("micro-batches", "measured", predicted, measured, kind="points")
-        charts["fit"] = [_line("equal", "neutral", ends, ends), micro_batches]
-    return charts
-
-
-def _line(name: str, colour: str, x: Any, y: Any, *, kind: str = "line") -> dict[str, Any]:
-    """A line or points in a colour of style.css; y is None where nothing was measured."""
-
-    def numbers(values: Sequence[float]) -> list[float | None]:
-        return [None if np.isnan(value) else float(f"{value:.6g}") for value in values]
-
-    return {"name": name, "colour": colour, "kind": kind, "x": numbers(x), "y": numbers(y)}
+    lines: list[dict[str, Any]] = []
+    for name, policy in figures.policies.items():
+        values = [None if np.isnan(value) else round(float(value), 6) for value in policy.imbalance]
+        lines.append({"name": TITLES[name], "colour": name, "x": iterations, "y": values})
+    return lines
 
 
 def _asset(name: str) -> str:

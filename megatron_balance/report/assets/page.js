@@ -1,9 +1,9 @@
 "use strict";
-// Draws the timelines of a step, and the charts, as SVG; colours are those of style.css.
+// Draws the timelines of a step, and its imbalance over the steps, as SVG; colours are those of style.css.
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const timelines = read("timelines");
-  const charts = read("charts");
+  const imbalance = read("lines");
   const select = document.getElementById("step");
   const tip = document.getElementById("tip");
   const MAX_SAMPLES = 12; // that a tooltip lists
@@ -22,8 +22,7 @@
   }
 
   const FORMATS = {
-    amount, count, seconds: (value) => amount(value, "s"),
-    ratio: (value) => value.toFixed(2),
+    amount, count, ratio: (value) => value.toFixed(2),
   };
 
   function add(parent, tag, attributes, text = "") {
@@ -49,20 +48,12 @@
   }
 
   // Where values of an axis lie between two pixels.
-  function scaleOf({ low, high, log }, from, to) {
-    const place = log ? Math.log10 : Number;
-    return (value) => from + ((place(value) - place(low)) / (place(high) - place(low))) * (to - from);
+  function scaleOf({ low, high }, from, to) {
+    return (value) => from + ((value - low) / (high - low)) * (to - from);
   }
 
   // Round numbers on an axis: 1, 2 and 5 times powers of ten, about `most` of them.
-  function ticksOf({ low, high, log, format }, most) {
-    if (log) {
-      const powers = [];
-      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) powers.push(power);
-      const digits = 3 * powers.length > 2 * most ? [1] : [1, 2, 5];
-      const all = powers.flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)));
-      return all.filter((tick) => tick >= low && tick <= high);
-    }
+  function ticksOf({ low, high, format }, most) {
     const rough = (high - low) / most;
     const power = 10 ** Math.floor(Math.log10(rough));
     const nice = power * [1, 2, 5, 10].find((digit) => digit * power >= rough);
@@ -83,16 +74,10 @@
     }
   }
 
-  const AXES = {
-    imbalance: { x: { title: "step", format: "count" }, y: { title: "slowest / mean", format: "ratio" } },
-    fit: {
-      x: { title: "predicted", format: "seconds", log: true }, y: { title: "measured", format: "seconds", log: true },
-    },
-  };
-
-  function drawChart([name, lines]) {
-    const { x, y } = AXES[name];
-    const box = document.getElementById(name);
+  // Lines over the steps.
+  function drawImbalance(lines) {
+    const [x, y] = [{ title: "step", format: "count" }, { title: "slowest / mean", format: "ratio" }];
+    const box = document.getElementById("imbalance");
     const legend = document.createElement("p");
     legend.className = "legend";
     lines.forEach((line) => {
@@ -107,7 +92,6 @@
     const withEnds = (axis, key) => {
       const values = lines.flatMap((line) => line[key]).filter((value) => value !== null);
       const [least, most] = [Math.min(...values), Math.max(...values)];
-      if (axis.log) return { ...axis, low: least / 1.05, high: most * 1.05 };
       const room = (most - least || Math.abs(most) || 1) * 0.04;
       return { ...axis, low: least - room, high: most + room };
     };
@@ -126,9 +110,9 @@
         pieces.push(starts ? `M${at} ${up}` : `L${at} ${up}`);
         shown.push({ at, up, text: `${line.name}: ${FORMATS[x.format](value)}, ${FORMATS[y.format](line.y[index])}` });
       });
-      const group = add(svg, "g", { class: `trace ${line.colour} ${line.kind}` });
-      if (line.kind !== "points") add(group, "path", { d: pieces.join("") });
-      if (line.kind === "points" || shown.length < 40) shown.forEach(({ at, up }) => add(group, "circle", { cx: at, cy: up, r: 2.5 }));
+      const group = add(svg, "g", { class: `trace ${line.colour}` });
+      add(group, "path", { d: pieces.join("") });
+      if (shown.length < 40) shown.forEach(({ at, up }) => add(group, "circle", { cx: at, cy: up, r: 2.5 }));
       return shown;
     });
     explain(box, (event) => {
@@ -299,7 +283,7 @@
 
   function drawAll() {
     show(select.selectedIndex);
-    Object.entries(charts).forEach(drawChart);
+    drawImbalance(imbalance);
   }
 
   select.selectedIndex = timelines.first;
