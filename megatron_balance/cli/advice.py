@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_balance.cli.costs import CompareCosts
-from megatron_balance.cli.data import recorded_steps
 from megatron_balance.cli.policies import Comparison, Policy, PolicyResult
 from megatron_balance.cli.terminal import show_progress
 from megatron_balance.errors import BalanceError
@@ -101,6 +100,7 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
     policy = Policy("as it ran", "as it ran", record.info.cost_model, dynamic_cp=run.dynamic_cp)
     as_it_ran = comparison.judge(policy, recorded)
     room = max(_tokens_per_gpu(as_it_ran), record.measured_cap or cap)
+    batches = [replace(step, home_ranks=None) for step in recorded]  # there may be other ranks, and samples move
     one_size, topologies = run.with_cp_size(run.cp_size), [run]
     if knows_exchange := costs.knows_exchange(replace(run, dynamic_cp=True)):
         sizes = [size for size in (1, 2, 4, 8, 16) if run.dp_cp_size % size == 0]
@@ -125,7 +125,6 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
         setting = replace(comparison, topology=replace(topology, dynamic_cp=False), limits=Limits(limit))
         if problems(setting.options(policy)):
             continue
-        batches = recorded_steps(record, steps=len(recorded), dp_size=topology.dp_size)
         result = setting.judge(policy, list(setting.plan(policy, batches)))
         worth = DYNAMIC_WORTH if topology.dynamic_cp and costs.assumes_bandwidth else WORTH
         if _tokens_per_gpu(result) <= room and result.speedup(as_it_ran) > speed * (1 + worth):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,24 +88,14 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def recorded_steps(record: RunRecord, *, steps: int | None, dp_size: int) -> list[StepRecord]:
-    """The steps of a record, each sample on the rank that loaded it, or dealt anew to another `dp_size`."""
-    recorded = [step for step in record.steps if step.lengths.size]
-    if len(recorded) < (steps or 1):
-        raise BalanceError(f"the record has {len(recorded)} steps with samples; --steps is {steps or 1}.")
-    samples = np.cumsum([step.lengths.size for step in recorded])
-    batches = recorded[: steps or max(int((samples <= MAX_SAMPLES).sum()), 1)]
-    if record.info.topology.dp_size == dp_size:
-        return batches
-    rows = [np.arange(batch.lengths.size) if batch.rows is None else batch.rows for batch in batches]
-    homes = [round_robin(int(batch_rows.max()) + 1, dp_size=dp_size)[batch_rows] for batch_rows in rows]
-    return [replace(batch, home_ranks=home) for batch, home in zip(batches, homes, strict=True)]
-
-
 def read_batches(args: argparse.Namespace, *, record: RunRecord | None, topology: Topology, limits: Limits) -> Batches:
     """The global batches that are compared."""
     if record is not None:
-        steps = recorded_steps(record, steps=args.steps, dp_size=topology.dp_size)
+        recorded = [step for step in record.steps if step.lengths.size]
+        if len(recorded) < (args.steps or 1):
+            raise BalanceError(f"the record has {len(recorded)} steps with samples; --steps is {args.steps or 1}.")
+        samples = np.cumsum([step.lengths.size for step in recorded])
+        steps = recorded[: args.steps or max(int((samples <= MAX_SAMPLES).sum()), 1)]
         row_tokens = steps[0].row_tokens if steps[0].rows is not None else None
         stock = f"the recorded rows, {'as they are' if row_tokens is None else f'filled up to {row_tokens} tokens'}"
         return Batches(steps, "samples", stock)
