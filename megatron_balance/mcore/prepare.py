@@ -130,8 +130,7 @@ class StepBuilder:
     """Makes steps on one rank that loads data; on the others it holds what their steps have in common.
 
     `dp_group` are the ranks that load different samples, over gloo; None where this rank loads none. `report` returns
-    by the number of a step what goes to the other ranks with the lengths of its samples. A builder of evaluation takes
-    the group and `plans` of that of training, and never works at the same time.
+    by the number of a step what goes to the other ranks with the lengths of its samples.
     """
 
     def __init__(
@@ -140,46 +139,46 @@ class StepBuilder:
         *,
         dp_group: dist.ProcessGroup | None,
         coords: RankCoords | None = None,
-        evaluation_plans: PlanProcess | None = None,
         report: Callable[[int], Sequence[int]] = lambda _: _NO_REPORT,
     ) -> None:
         self.settings, self.topology = settings, settings.topology
-        evaluates, cost_model = evaluation_plans is not None, settings.costs.model
         self.cp_rank = 0 if coords is None else coords.cp
-        self.plans = evaluation_plans or PlanProcess(timeout=settings.peer_timeout / 2)
-        self._evaluates = evaluates
+        self._plans = PlanProcess(timeout=settings.peer_timeout / 2)
         self._dp_group = dp_group
         # Plans with dynamic context-parallel sizes take no images.
-        has_images = cost_model.image_linear or cost_model.image_quadratic
+        has_images = settings.costs.model.image_linear or settings.costs.model.image_quadratic
         self._counts_images = bool(has_images) and not self.topology.dynamic_cp
-        self._weighting = None if evaluates else settings.loss_weighting
         self._report = report
-        self._announced = {"step of": "evaluation" if evaluates else "training"}
 
     @property
     def loads_data(self) -> bool:
         """True if this rank loads and exchanges samples."""
         return self._dp_group is not None
 
-    def build(self, items: Sequence[Any], *, number: int = 0, new_iterator: bool = False) -> BalancedStep:
+    def build(
+        self, items: Sequence[Any], *, number: int = 0, new_iterator: bool = False, evaluates: bool = False
+    ) -> BalancedStep:
         """One step, on every rank of the group, of items as `pull` returns them, or a BalanceError on every rank."""
         started = time.perf_counter()
         group, topology, settings = self._dp_group, self.topology, self.settings
         assert group is not None, "this rank loads data"
-        samples = self._split(items)
+        weighting = None if evaluates else settings.loss_weighting
+        samples = self._split(items, weighting=weighting)
         # Whether the iterator is new, plans that the training process had to make, and what `report` says.
-        reports = new_iterator, self.plans.num_fallbacks, *self._report(number)
-        gathered = gather_lengths(samples, group=group, settings=self._announced, step=number, reported=reports)
+        reports = new_iterator, self._plans.num_fallbacks, *self._report(number)
+        announced = {"step of": "evaluation" if evaluates else "training"}
+        gathered = gather_lengths(samples, group=group, settings=announced, step=number, reported=reports)
         assert not isinstance(samples, Failure), "every rank has raised it"
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
         forest = None
         if settings.share_prefixes:
-            chains = attempt(hash_chains, samples, with_mask=self._weighting is not None)
+            chains = attempt(hash_chains, samples, with_mask=weighting is not None)
             chains = gather_chains(chains, group=group)
             forest = Forest.from_chains(gathered.lengths, chains)
         plan_started = time.perf_counter()
-        schedule = self._plan(gathered, forest=forest)
+        limits = settings.eval_limits if evaluates else None
+        schedule = self._plan(gathered, forest=forest, settings=replace(settings, limits=limits or settings.limits))
         plan_seconds = time.perf_counter() - plan_started
         digest, lengths = schedule.digest(), schedule.lengths
         check_same_schedule(digest, group=group)
@@ -187,9 +186,7 @@ class StepBuilder:
             schedule,
             dp_rank=group.rank(),
             topology=topology,
-            loss_weights=loss_weights(
-                gathered, weighting=self._weighting, num_microbatches=len(items) * topology.dp_size
-            ),
+            loss_weights=loss_weights(gathered, weighting=weighting, num_microbatches=len(items) * topology.dp_size),
         )
         computed = int((lengths if forest is None else schedule.computed_lengths).sum())
         if num_tokens > computed:  # on some rank: all of them raise
@@ -218,7 +215,7 @@ class StepBuilder:
             int(lengths.sum()),
             int((lengths * lengths).sum()),
             computed,
-            0 if self._weighting is None else int(gathered.values[:, -2].sum()),
+            0 if weighting is None else int(gathered.values[:, -2].sum()),
         )
         return BalancedStep(
             replica[index],
@@ -234,7 +231,7 @@ class StepBuilder:
             exchange_seconds=time.perf_counter() - started - plan_seconds,
         )
 
-    def _split(self, items: Sequence[Any]) -> Samples | Failure:
+    def _split(self, items: Sequence[Any], *, weighting: str | None) -> Samples | Failure:
         """The samples of this rank on the CPU, or a failure that names the item."""
         parts: list[Samples] = []
         for index, item in enumerate(items):
@@ -245,11 +242,10 @@ class StepBuilder:
             if isinstance(part, Failure):
                 return replace(part, during=f"item {index} of this step")
             parts.append(part)
-        return attempt(self._join, parts)
+        return attempt(self._join, parts, weighting=weighting)
 
-    def _join(self, parts: Sequence[Samples]) -> Samples:
+    def _join(self, parts: Sequence[Samples], *, weighting: str | None) -> Samples:
         """The samples of these items, with patches of images and loss weights as values, where each counts."""
-        weighting = self._weighting
         samples = Samples.joined(parts) if weighting is None else joined(parts, weighting=weighting)
         if self.settings.share_prefixes:
             check_shareable(samples, weighting=self.settings.loss_weighting)
@@ -258,15 +254,15 @@ class StepBuilder:
         values = [image_patches(samples), *([] if samples.values is None else [samples.values])]
         return replace(samples, values=np.hstack(values))
 
-    def _plan(self, gathered: GatheredLengths, *, forest: Forest | None) -> DataSchedule:
-        schedule = self.plans.plan(
+    def _plan(self, gathered: GatheredLengths, *, forest: Forest | None, settings: Settings) -> DataSchedule:
+        schedule = self._plans.plan(
             gathered.lengths,
             image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
             home_ranks=gathered.home_ranks,
             forest=forest,
-            **self.settings.planning,
+            **settings.planning,
         )
-        return with_speeds(schedule, self.settings.speeds) if self.settings.speeds else schedule
+        return with_speeds(schedule, settings.speeds) if settings.speeds else schedule
 
 
 def _split_item(item: Any, *, unpad: int | str | None) -> Samples:

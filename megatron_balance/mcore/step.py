@@ -76,14 +76,13 @@ class BalancedForwardBackward:
         replica = layout.replica_group(timeout=timeout)
         self._coords, loads_data = layout.this_rank, dp_group is not None
         self._telemetry = Telemetry(settings, layout=layout, loads_data=loads_data, args=args)
-        shared: Any = {"dp_group": dp_group, "coords": self._coords}
-        builder = StepBuilder(settings, **shared, report=self._telemetry.report)
+        report = self._telemetry.report
+        self._builder = builder = StepBuilder(settings, dp_group=dp_group, coords=self._coords, report=report)
         self._training = training = StepPrefetcher(builder, replica=replica)
         self._evaluation: StepPrefetcher | None = None
         self._eval_steps_left = 0
         if settings.eval_limits is not None:
-            builder = StepBuilder(_for_evaluation(settings), **shared, evaluation_plans=builder.plans)
-            self._evaluation = StepPrefetcher(builder, replica=replica, thread=training.thread)
+            self._evaluation = StepPrefetcher(builder, replica=replica, training_thread=training.thread)
         self._autotuner: Autotuner | None = None
         if settings.tuned_steps:
             self._autotuner = Autotuner(settings, leads_replica=layout.leads_replica(), args=args)
@@ -138,7 +137,7 @@ class BalancedForwardBackward:
         iterators = arguments["data_iterator"]
         candidates = iterators if isinstance(iterators, list) else [iterators]
         source = next((iterator for iterator in candidates if iterator is not None), None)
-        return source if self._training.builder.loads_data else None
+        return source if self._builder.loads_data else None
 
     def _train(self, schedule: Schedule, arguments: dict[str, Any], *, iteration: int) -> Any:
         """Run a training step, while the next one is prepared if there is one."""
@@ -179,9 +178,7 @@ class BalancedForwardBackward:
         """Plan later steps by these settings."""
         if settings == self._settings:
             return
-        self._settings = self._training.builder.settings = settings
-        if self._evaluation is not None:
-            self._evaluation.builder.settings = _for_evaluation(settings)
+        self._settings = self._builder.settings = settings
         self._telemetry.use(settings)
 
     def _run(
@@ -218,10 +215,6 @@ class BalancedForwardBackward:
                     self.cp_groups.restore_engine_attention(model)
 
 
-def _for_evaluation(settings: Settings) -> Settings:
-    return replace(settings, limits=settings.eval_limits or settings.limits)
-
-
 class StepPrefetcher:
     """Turns the items of the data loader into balanced micro-batches as a step begins, or in a thread before it.
 
@@ -230,7 +223,7 @@ class StepPrefetcher:
     it failed on any rank (its iterator has ended), the step is made as it begins.
 
     `replica` are the ranks of its model replica, None for this one alone.
-    A `thread` is that of another prefetcher of this rank, which meets the same ranks.
+    That of evaluation works in the `training_thread`, which meets the same ranks.
     """
 
     def __init__(
@@ -238,9 +231,10 @@ class StepPrefetcher:
         builder: StepBuilder,
         *,
         replica: dist.ProcessGroup | None = None,
-        thread: ThreadPoolExecutor | None = None,
+        training_thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        self.builder, self.thread = builder, thread or step_thread()
+        self.thread, self._evaluates = training_thread or step_thread(), training_thread is not None
+        self._builder = builder
         self._replica = replica
         self._iterators: list[PullAhead] = []  # the newest first, then those with items pulled ahead
         self._prepared: Future[Prepared | None] | None = None
@@ -278,7 +272,7 @@ class StepPrefetcher:
         def work() -> Prepared | None:
             items = ahead.fetch(num_microbatches)
             try:
-                return items, self.builder.build(items, number=number)
+                return items, self._builder.build(items, number=number, evaluates=self._evaluates)
             except (PeerError, OutOfStepError) as error:
                 warn_once(f"prepares {name}: {error}", every_rank=True)
                 raise
@@ -299,7 +293,7 @@ class StepPrefetcher:
         # A batch size that grows pulls more.
         if prepared is not None and [*map(id, prepared[0])] == [*map(id, self.items)]:
             return prepared[1]
-        return self.builder.build(self.items, number=number, new_iterator=is_new)
+        return self._builder.build(self.items, number=number, new_iterator=is_new, evaluates=self._evaluates)
 
     def _wrap(self, iterator: Any) -> tuple[Iterator[Any], bool]:
         """The iterator to ask for a step's items, and whether it is another than before. No fetch may be running.
@@ -330,7 +324,7 @@ class StepPrefetcher:
 
     def _receive(self) -> BalancedStep:
         """The step of the ranks of the replica that load data."""
-        builder = self.builder
+        builder = self._builder
         step = BalancedStep.from_text(broadcast_step(group=self._replica), cp_rank=builder.cp_rank)
         if not builder.loads_data:  # the first of its tensor-parallel group reads for it
             return step
