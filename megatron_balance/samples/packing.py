@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema, lengths_key
+from megatron_balance.samples.sample import Samples, SampleSchema, lengths_key
 
 FILLER_TOKENS = 128
 """Longest sequence that a pack is filled up with, unless more than MAX_FILLERS were needed."""
@@ -37,8 +37,6 @@ MAX_FILLERS = 4
 LEAST_MAX_SEQLEN = 1152
 MAX_SEQLEN_PART = 8
 """max_seqlen is at least an eighth of the pack's tokens: attention skips blocks behind a sequence's end quickly."""
-
-_POSITIONS = KeySpec("position_ids", dtype=torch.int64)
 
 
 def pack_microbatch(
@@ -51,9 +49,8 @@ def pack_microbatch(
 ) -> dict[str, Tensor]:
     """Pack samples into one thd micro-batch; none make a masked dummy, for a rank with fewer samples than slots.
 
-    Padding has loss_mask 0, the position within its sequence as position_ids (so that they stay below the padded
-    length) and 0 under every other key. A sample of length 0 is left out. A dummy has the keys, shapes and dtypes of
-    any other pack: per-sample keys are one zero, ragged ones have no entry.
+    Padding is 0 under every key. A sample of length 0 is left out. A dummy has the keys, shapes and dtypes of any other
+    pack: per-sample keys are one zero, ragged ones have no entry.
 
     Args:
         samples: on the CPU, with the schema of all samples of the run.
@@ -78,26 +75,22 @@ def pack_microbatch(
     if schema is None:
         raise BalanceError("pack_microbatch got samples without a schema: give a dummy that of the run.")
     samples = samples.select(samples.lengths.nonzero()[0])
-    sizes: Any = {"num_tokens": num_tokens, "token_multiple": token_multiple}
-    batch = sequence_starts(samples.lengths, cp_size=cp_size, few_shapes=few_shapes, **sizes)
-    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].numpy().astype(np.int64)
-    total = sizes["num_tokens"] = int(starts[-1])
+    batch = sequence_starts(
+        samples.lengths, num_tokens=num_tokens, token_multiple=token_multiple, cp_size=cp_size, few_shapes=few_shapes
+    )
+    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])[0].numpy()
+    total = int(starts[-1])
     pads = -samples.lengths % token_multiple
     num_pads: list[int] = [*pads.tolist(), total - int((samples.lengths + pads).sum())]  # the last one is the filler
     if has_padding := any(num_pads):
         check_loss_mask(schema)
-    keys = schema.keys if any(key.name == "position_ids" for key in schema.keys) else (*schema.keys, _POSITIONS)
-    if has_padding or keys[-1] is _POSITIONS:
+    if all(key.name != "position_ids" for key in schema.keys):
         positions = np.arange(total) - np.repeat(starts[:-1], np.diff(starts))
-    for key in keys:
+        batch["position_ids"] = torch.from_numpy(positions).unsqueeze(0)
+    for key in schema.keys:
         column = samples.columns.get(key.name, ())
-        if key is _POSITIONS:
-            batch[key.name] = torch.from_numpy(positions).unsqueeze(0)
-        elif key.kind == "per_token":
+        if key.kind == "per_token":
             padding = torch.zeros(sum(num_pads), *key.shape, dtype=key.dtype)
-            if key.name == "position_ids" and has_padding:
-                padding_positions = positions[padding_mask(samples.lengths, **sizes)]
-                padding += torch.from_numpy(padding_positions).view(-1, *(1 for _ in key.shape))
             *tails, filler = padding.split(num_pads)
             values = torch.cat([*chain(*zip(column, tails, strict=True)), filler] if has_padding else [*column])
             several = key.name == "position_ids" and values.dim() == 3  # dimensions: `[t, 1, d]` or `[t, d, 1]`

@@ -52,7 +52,7 @@ def split_packed(batch: Mapping[str, Any]) -> Samples:
         BalanceError: naming the key: labels of another length than tokens; a value that is not a tensor, or of a shape
             that fits neither rows nor sequences; NAME_lengths that do not sum to the entries, or are not one for each
             sequence. Naming the row too: cu_seqlens that does not begin at 0, falls or passes the row's end;
-            sequences that leave out tokens with a loss; a negative token; NaN or infinity in loss_mask.
+            a negative token; NaN or infinity in loss_mask. Sequences that leave out tokens with a loss.
     """
     tensors = _checked_tensors(batch)
     tokens = tensors["tokens"]
@@ -61,7 +61,9 @@ def split_packed(batch: Mapping[str, Any]) -> Samples:
     ragged = [name for name in tensors if lengths_key(name) in tensors]
     if "loss_mask" in tensors:
         has_loss = (tensors["loss_mask"] != 0).reshape(*tokens.shape, -1).any(-1).flatten().numpy()
-        _check_loss_kept(has_loss, starts=starts, stops=stops, row_tokens=tokens.shape[1])
+        counts = np.append(0, np.cumsum(has_loss))
+        if lost := int(counts[-1] - (counts[stops] - counts[starts]).sum()):
+            raise BalanceError(f"{lost} tokens with loss_mask lie outside every sequence of cu_seqlens: they are lost.")
         if not ragged:
             stops = _without_tails(tokens.flatten().numpy(), has_loss, starts=starts, stops=stops)
     bounds = np.column_stack([starts, stops]).ravel()
@@ -179,13 +181,12 @@ def _checked_cu_seqlens(name: str, tensors: Mapping[str, Tensor]) -> NDArray[Any
     starts: NDArray[Any] = tensors[name].numpy()
     if starts.ndim != 2 or len(starts) != num_rows or starts.shape[1] == 0:
         raise BalanceError(f"{name} has shape {list(starts.shape)}: it must be [{num_rows}, num_sequences + 1].")
-    for fault, wrong in {
-        "begins elsewhere than at 0": starts[:, :1] != 0,
-        "falls somewhere": starts[:, 1:] < starts[:, :-1],
-        f"ends past the row's {num_tokens} tokens": starts[:, -1:] > num_tokens,
-    }.items():
-        if (row := _first_row(wrong)) is not None:
-            raise BalanceError(f"Row {row}: {name} {fault}: it is {starts[row].tolist()}.")
+    wrong = np.column_stack([starts[:, :1] != 0, starts[:, 1:] < starts[:, :-1], starts[:, -1:] > num_tokens])
+    if (row := _first_row(wrong)) is not None:
+        raise BalanceError(
+            f"Row {row}: {name} is {starts[row].tolist()}: it must begin at 0, not fall, and end in the row's "
+            f"{num_tokens} tokens."
+        )
     return starts
 
 
@@ -197,17 +198,6 @@ def _without_tails(tokens: NDArray[Any], has_loss: NDArray[np.bool_], *, starts:
     is_end[stops] = has_loss[stops - 1]
     ends = is_end.nonzero()[0]
     return np.maximum(ends[np.searchsorted(ends, stops, side="right") - 1], starts + 1)
-
-
-def _check_loss_kept(has_loss: NDArray[np.bool_], *, starts: Ints, stops: Ints, row_tokens: int) -> None:
-    """No token with a loss lies outside every sequence, where it would be lost."""
-    gaps = zip([0, *stops.tolist()], [*starts.tolist(), has_loss.size], strict=True)
-    stray = [start + has_loss[start:stop].nonzero()[0] for start, stop in gaps if start < stop]
-    if (rows := np.concatenate([[], *stray]) // max(row_tokens, 1)).size:
-        raise BalanceError(
-            f"Row {int(rows[0])}: {int((rows == rows[0]).sum())} tokens with loss_mask lie outside every sequence of "
-            "cu_seqlens: they are lost."
-        )
 
 
 _BRIDGE_KEYS = (
@@ -244,65 +234,32 @@ ATTENTION_MASK = "attention_mask"
 def with_row_lengths(batch: Mapping[str, Any], *, padding: int | str) -> dict[str, Any]:
     """The batch with `cu_seqlens`, one sequence a row that ends where padding begins, and without `attention_mask`.
 
-    Padding is a token id, or ATTENTION_MASK: `[num_rows, num_tokens]`, nonzero for real tokens, or Megatron's `[1 or
-    num_rows, 1, num_tokens, num_tokens]`, True where a query does not attend to a key. Tokens of that id that carry a
-    loss or precede others are real. A row of padding keeps one token. What cannot be read so raises BalanceError.
+    Padding is a token id, or ATTENTION_MASK, which is nonzero for real tokens. Tokens of that id that carry a loss or
+    precede others are real. A row of padding keeps one token. What cannot be read so raises BalanceError.
     """
     mask, loss_mask, tokens = (batch.get(name) for name in (ATTENTION_MASK, "loss_mask", "tokens"))
     batch = {name: value for name, value in batch.items() if name != ATTENTION_MASK}
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
         return batch  # refused, or empty
+    if mask is not None and mask.shape != tokens.shape:
+        raise BalanceError(
+            f"attention_mask has shape {list(mask.shape)}: it must be {list(tokens.shape)}, nonzero for real tokens. "
+            "One of queries and keys may keep documents of a row apart: give packed rows with cu_seqlens, or no mask."
+        )
     if isinstance(padding, int):
-        real = tokens != padding
-        lengths = _last_place(real if loss_mask is None else real | (loss_mask != 0)) + 1
+        real = tokens != padding if loss_mask is None else (tokens != padding) | (loss_mask != 0)
     elif mask is not None:
-        lengths = _lengths_by_mask(mask, tokens=tokens)
+        real = mask != 0
     else:
         raise BalanceError(
             "--balance-unpad is attention_mask, and the data has none: give the token id of padding in its place."
         )
+    lengths = (real * torch.arange(1, tokens.shape[1] + 1)).amax(1)
+    if not isinstance(padding, int) and (row := _first_row(real.sum(1) != lengths)) is not None:
+        raise BalanceError(f"Row {row}: attention_mask has padding before its last real token: pad rows at their end.")
     if loss_mask is None and bool((lengths < tokens.shape[1]).any()):
         raise BalanceError(
             "rows are padded and have no loss_mask, so that padding is trained on: add one that is 0 there."
         )
-    if mask is not None and mask.dim() == 4:
-        _check_causal(mask, lengths=lengths)
     starts = torch.stack([torch.zeros_like(lengths), lengths.clamp(min=1)], dim=1)
     return batch | {"cu_seqlens": starts.to(torch.int32)}
-
-
-def _last_place(flags: Tensor) -> Tensor:
-    """`[num_rows, num_tokens]` → the last place that is set, -1 without one: `[num_rows]`."""
-    places = torch.arange(1, flags.shape[1] + 1)
-    return (flags * places).amax(1) - 1
-
-
-def _lengths_by_mask(mask: Tensor, *, tokens: Tensor) -> Tensor:
-    """`[num_rows]` tokens of each row: those that its last query may attend to, or those that are marked."""
-    num_rows, num_tokens = tokens.shape
-    if mask.dim() == 4 and mask.shape[-2:] == (num_tokens, num_tokens) and len(mask) in (1, num_rows):
-        real = ~mask[:, 0, -1].bool().expand(num_rows, -1)
-    elif mask.shape == tokens.shape:
-        real = mask != 0
-    else:
-        raise BalanceError(
-            f"attention_mask has shape {list(mask.shape)}: it must be {[num_rows, num_tokens]}, nonzero for real "
-            f"tokens, or [{num_rows} or 1, 1, {num_tokens}, {num_tokens}], True where a query does not attend to a key."
-        )
-    lengths = _last_place(real) + 1
-    if (row := _first_row(real.sum(1) != lengths)) is not None:
-        raise BalanceError(f"Row {row}: attention_mask has padding before its last real token: pad rows at their end.")
-    return lengths
-
-
-def _check_causal(mask: Tensor, *, lengths: Tensor) -> None:
-    """A mask that keeps real tokens apart otherwise than by order cannot be expressed by packing."""
-    longest = int(lengths.max())
-    later = torch.ones(longest, longest, dtype=torch.bool).triu(1)
-    for row, length in enumerate(lengths.tolist()):
-        if not torch.equal(mask[row % len(mask), 0, :length, :length].bool(), later[:length, :length]):
-            raise BalanceError(
-                f"Row {row}: attention_mask is not causal over its real tokens (documents kept apart by the mask, or a "
-                "prefix that sees itself): give packed rows with cu_seqlens, or drop --balance-unpad and the balance "
-                "flags."
-            )

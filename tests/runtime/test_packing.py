@@ -67,8 +67,10 @@ def test_layout_is_legal(lengths, parallel, positions):
     assert batch["max_seqlen"].tolist() == [padded_lengths.max()]
     assert batch["reward"].shape == (starts.shape[1] - 1,)
     assert batch["loss_mask"].sum() == sum(build(length).per_token["loss_mask"].sum() for length in lengths)
-    for start, length in zip(starts[0], padded_lengths[0], strict=False):
-        assert torch.equal(batch["position_ids"][0, start : start + length], torch.arange(int(length)))
+    for start, length, padded in zip(starts[0], real, padded_lengths[0], strict=False):
+        counted = length if positions else int(padded)
+        assert torch.equal(batch["position_ids"][0, start : start + counted], torch.arange(counted))
+        assert not batch["position_ids"][0, start + counted : start + padded].any()
     flat = flatten_batch_for_packed_sequences(dict(batch))
     assert all(torch.equal(flat[name], batch[name]) for name in batch)
 
@@ -78,7 +80,7 @@ def test_padding_of_each_key():
     assert batch["tokens"].tolist() == [[1, 2, 3, 0, 9, 10, 11, 12]]
     assert batch["labels"].tolist() == [[2, 3, 4, 0, 10, 11, 12, 13]]
     assert batch["loss_mask"].tolist() == [[1, 1, 1, 0, 0, 1, 1, 1]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
     assert batch["advantages"][0, 3].tolist() == [0, 0]
     assert batch["cu_seqlens"].tolist() == [[0, 4, 8]]
     assert batch["reward"].tolist() == [1, 9]
@@ -97,7 +99,7 @@ def test_dummy_is_all_filler_in_the_form_of_any_other_pack(samples, token_multip
         name: (tensor.dtype, tensor.dim()) for name, tensor in real.items()
     }
     assert dummy["tokens"].tolist() == dummy["loss_mask"].tolist() == [[0] * sum(fillers)]
-    assert dummy["position_ids"].tolist() == [[position for length in fillers for position in range(length)]]
+    assert not dummy["position_ids"].any()
     for name in {"cu_seqlens", "cu_seqlens_padded"} & dummy.keys():
         assert dummy[name].diff().tolist() == [fillers]
     assert dummy["max_seqlen"].tolist() == [max(fillers)]
