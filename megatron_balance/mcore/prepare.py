@@ -34,7 +34,7 @@ from megatron_balance.planner import DataSchedule, Forest, Images
 from megatron_balance.planner.speeds import with_speeds
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
-from megatron_balance.runtime.gather import GatheredLengths, gather_chains, gather_lengths, image_patches
+from megatron_balance.runtime.gather import GatheredLengths, gather_lengths, image_patches
 from megatron_balance.samples.packing import check_loss_mask, pack_microbatch, sequence_starts
 from megatron_balance.samples.prefix_packing import PrefixTree, check_shareable, pack_shared, tree_starts
 from megatron_balance.samples.sample import Samples
@@ -171,11 +171,7 @@ class StepBuilder:
         assert not isinstance(samples, Failure), "every rank has raised it"
         if gathered.schema is None:
             raise BalanceError("The data iterators of all ranks yielded no tokens for this step: check the data set.")
-        forest = None
-        if settings.share_prefixes:
-            chains = attempt(hash_chains, samples, with_mask=weighting is not None)
-            chains = gather_chains(chains, group=group)
-            forest = Forest.from_chains(gathered.lengths, chains)
+        forest = None if gathered.chains is None else Forest.from_chains(gathered.lengths, gathered.chains)
         plan_started = time.perf_counter()
         limits = settings.eval_limits if evaluates else None
         schedule = self._plan(gathered, forest=forest, settings=replace(settings, limits=limits or settings.limits))
@@ -245,10 +241,11 @@ class StepBuilder:
         return attempt(self._join, parts, weighting=weighting)
 
     def _join(self, parts: Sequence[Samples], *, weighting: str | None) -> Samples:
-        """The samples of these items, with patches of images and loss weights as values, where each counts."""
+        """The samples of these items, with hashes, patches of images and loss weights, where each counts."""
         samples = Samples.joined(parts) if weighting is None else joined(parts, weighting=weighting)
         if self.settings.share_prefixes:
             check_shareable(samples, weighting=self.settings.loss_weighting)
+            samples = replace(samples, chains=hash_chains(samples, with_mask=weighting is not None))
         if not self._counts_images:
             return samples
         values = [image_patches(samples), *([] if samples.values is None else [samples.values])]

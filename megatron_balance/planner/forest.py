@@ -93,7 +93,7 @@ class Forest:
 
         Args:
             lengths: `[num_samples]` tokens.
-            chains: of all samples, from `hash_chains` or `gather_chains`.
+            chains: of all samples, from `hash_chains` or `gather_lengths`.
         """
         total = as_integers(lengths, name="lengths")
         sample = np.repeat(np.arange(total.size), chains.counts)

@@ -43,6 +43,7 @@ class GatheredLengths:
         reported: int64 `[dp_size, k]`, the numbers that each rank sent along.
         ragged_lengths: int64 `[num_samples, num_ragged]`, entries of each ragged key, in the schema's order.
         values: int64 `[num_samples, k]`, further numbers of each sample that ranks sent along.
+        chains: hashes of what the samples begin with, where all ranks have made them.
     """
 
     lengths: Ints
@@ -51,6 +52,7 @@ class GatheredLengths:
     reported: Ints
     ragged_lengths: Ints
     values: Ints
+    chains: HashChains | None = None
 
 
 def gather_lengths(
@@ -66,7 +68,8 @@ def gather_lengths(
 
     Args:
         samples: of this rank; may be empty. A rank without samples and schema adopts the schema of the others.
-            `Samples.values` are as many on every rank. Or the failure to get them, which every rank raises here.
+            `Samples.values` are as many on every rank, `Samples.chains` on all or none. Or the failure to get them,
+            which every rank raises here.
         group: the data-parallel ranks (without context parallelism: those that load different samples).
         settings: of this rank; must be equal on all ranks, as must the number of the step.
         step: its number in a run.
@@ -83,38 +86,36 @@ def gather_lengths(
     schema = None if samples.schema is None else samples.schema.to_text()
     values = [] if samples.values is None else [samples.values]
     table = np.hstack([samples.lengths[:, None], samples.ragged_lengths, *values])
-    announcements, numbers = _gather(
-        [error, {**(settings or {})}, step, schema],
-        np.append(np.array(reported, dtype=np.int64), table),
-        group=group,
-        device=device,
-        operation="the lengths of all ranks' samples (gather)",
-    )
-    common = _common_schema(announcements, group=group, cause=cause)
+    columns = [] if samples.chains is None else [samples.chains.counts, samples.chains.ends, samples.chains.hashes]
+    numbers = np.concatenate([[*reported, table.size], table.ravel(), *(column.view(np.int64) for column in columns)])
+    announcement = json.dumps([error, {**(settings or {})}, step, schema]).encode()
+    operation = "the lengths of all ranks' samples (gather)"
+    payload = announcement + b"\n" + numbers.astype(np.int64).tobytes()
+    parts = all_gather_bytes(payload, group=group, device=device, operation=operation)
+    texts, data = zip(*(part.split(b"\n", 1) for part in parts), strict=True)
+    decoded = {text: json.loads(text) for text in {*texts}}  # most are equal
+    common = _common_schema([decoded[text] for text in texts], group=group, cause=cause)
     num_ragged = 0 if common is None else common.num_ragged
     # A rank without samples may have learned of ragged keys only now.
     num_columns = 1 + num_ragged + sum(column.shape[1] for column in values)
-    tables = [of_rank[len(reported) :].reshape(-1, num_columns) for of_rank in numbers]
+    tables, chains, first = list[Ints](), list[list[Ints]](), len(reported) + 1
+    of_ranks = [np.frombuffer(of_rank, dtype=np.int64) for of_rank in data]
+    for of_rank in of_ranks:
+        end = first + int(of_rank[first - 1])
+        tables.append(of_rank[first:end].reshape(-1, num_columns))
+        counts, hashed = np.split(of_rank[end:], [len(tables[-1])])
+        chains.append([counts, *np.split(hashed, 2)])
+    counts, ends, hashes = map(np.concatenate, zip(*chains, strict=True))
     table = np.concatenate(tables)
     return GatheredLengths(
         lengths=table[:, 0].copy(),
         home_ranks=np.repeat(np.arange(group.size()), [*map(len, tables)]),
         schema=common,
-        reported=np.stack([of_rank[: len(reported)] for of_rank in numbers]),
+        reported=np.stack([of_rank[: len(reported)] for of_rank in of_ranks]),
         ragged_lengths=table[:, 1 : 1 + num_ragged],
         values=table[:, 1 + num_ragged :],
+        chains=None if samples.chains is None else HashChains(counts, ends, hashes.view(np.uint64)),
     )
-
-
-def _gather(
-    announcement: object, numbers: Ints, *, group: dist.ProcessGroup, device: Device, operation: str
-) -> tuple[list[Any], list[Ints]]:
-    """What each rank announces, in JSON, and its numbers."""
-    payload = json.dumps(announcement).encode() + b"\n" + numbers.tobytes()
-    parts = all_gather_bytes(payload, group=group, device=device, operation=operation)
-    texts, data = zip(*(part.split(b"\n", 1) for part in parts), strict=True)
-    decoded = {text: json.loads(text) for text in {*texts}}  # most are equal
-    return [decoded[text] for text in texts], [np.frombuffer(of_rank, dtype=np.int64) for of_rank in data]
 
 
 def _common_schema(
@@ -143,34 +144,6 @@ def _common_schema(
     if phrases:
         raise BalanceError(f"Samples differ from those of {first_ranks}: " + "; ".join(phrases[:MAX_NAMED]) + ".")
     return first
-
-
-def gather_chains(chains: HashChains | Failure, *, group: dist.ProcessGroup, device: Device = "cpu") -> HashChains:
-    """The hash chains of the samples of all ranks, in the order of `gather_lengths`.
-
-    Args:
-        chains: of this rank's samples, or the failure to make them, which every rank raises here.
-        group: as of `gather_lengths`.
-        device: where the collective's buffers live: `cuda` for NCCL.
-
-    Raises:
-        BalanceError: on every rank: an error on some rank.
-    """
-    error, numbers = None, np.zeros(1, dtype=np.int64)
-    if isinstance(chains, Failure):
-        error = chains.text
-    else:
-        numbers = np.concatenate([[chains.counts.size], chains.counts, chains.ends, chains.hashes.view(np.int64)])
-    operation = "the hashes of all ranks' samples (gather)"
-    errors, gathered = _gather(error, numbers, group=group, device=device, operation=operation)
-    if reason := mismatch(errors, (), group=group):
-        raise BalanceError(reason)
-    columns: list[list[Ints]] = []
-    for of_rank in gathered:
-        num_samples, num_hashes = int(of_rank[0]), (of_rank.size - 1 - int(of_rank[0])) // 2
-        columns.append(np.split(of_rank[1:], [num_samples, num_samples + num_hashes]))
-    counts, ends, hashes = map(np.concatenate, zip(*columns, strict=True))
-    return HashChains(counts, ends, hashes.view(np.uint64))
 
 
 def image_patches(samples: Samples) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
+
+if TYPE_CHECKING:
+    from megatron_balance.samples.shared_prefixes import HashChains
 
 ALIGNMENT_NBYTES = 16  # complex128 is the widest dtype
 
@@ -115,12 +118,14 @@ class Samples:
             entries of each sample's own: pixel_values `[num_patches, d]`, image_grid_thw `[num_images, 3]`.
         lengths: int64 `[num_samples]`, tokens (`original_seq_len`).
         values: int64 `[num_samples, k]`, numbers of each that every rank gets with its length; None for none.
+        chains: hashes of what each begins with (`hash_chains`), which every rank gets as well; None for none.
     """
 
     schema: SampleSchema | None
     columns: Mapping[str, Sequence[Tensor]]
     lengths: NDArray[np.int64]
     values: NDArray[np.int64] | None = None
+    chains: HashChains | None = None
 
     def __len__(self) -> int:
         return self.lengths.size

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron_balance import BalanceError, Forest
 from megatron_balance.runtime.comm import exchange_parts
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, broadcast_step
-from megatron_balance.runtime.gather import gather_chains, gather_lengths
+from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import KeySpec, Samples, SampleSchema
 from megatron_balance.samples.shared_prefixes import hash_chains
 
@@ -207,14 +208,6 @@ def forest_of_ranks(numbers):
     """The forest that this rank builds where each has so many of the same twelve samples."""
     starts = np.cumsum([0, *numbers])
     mine = samples_of(responses(7, groups=4, size=3)[starts[dist.get_rank()] : starts[dist.get_rank() + 1]])
-    chains = gather_chains(hash_chains(mine), group=world())
-    forest = Forest.from_chains(gather_lengths(mine, group=world()).lengths, chains)
+    gathered = gather_lengths(replace(mine, chains=hash_chains(mine)), group=world())
+    forest = Forest.from_chains(gathered.lengths, gathered.chains)
     return [forest.node_tokens.tolist(), forest.parent.tolist(), forest.node_of.tolist()]
-
-
-def hashing_fails_on_rank_1():
-    """The error of this rank."""
-    chains = hash_chains(samples_of(responses(0, groups=1, size=2)))
-    if dist.get_rank() == 1:
-        chains = Failure(BalanceError("no labels — here"))
-    return expect_error(lambda: gather_chains(chains, group=world()))

@@ -133,8 +133,3 @@ def test_ranks_without_samples_take_part(run_cases, numbers):
     first, second = run_cases(2, "forest_of_ranks", numbers=numbers)
     assert first == second
     assert len(first[2]) == sum(numbers)
-
-
-def test_what_fails_on_one_rank_is_raised_on_every_rank(run_cases):
-    messages = run_cases(2, "hashing_fails_on_rank_1")
-    assert messages == ["rank 1 failed: no labels — here"] * 2
