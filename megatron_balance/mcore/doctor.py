@@ -23,7 +23,7 @@ from megatron_balance.mcore.setup.rules import cautions, nothing_balances, probl
 from megatron_balance.mcore.setup.settings import logits_caution, logits_nbytes, policy_of, topology_of
 from megatron_balance.model.layout import PipelineLayout
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import device_kind, files_needed, ranks_of_node, version_of
+from megatron_balance.runtime.process import device_kind, files_needed, version_of
 from megatron_balance.runtime.rendezvous import Finding
 from megatron_balance.version import build_version
 
@@ -87,10 +87,11 @@ def check_environment() -> Iterator[Finding]:
     pip = _metadata_version("megatron-core")
     if pip != (imported := version_of("megatron-core")):
         yield Finding(True, f"pip has megatron-core {pip}, {imported} is imported: the second counts", is_note=True)
-    cores, (ranks, source) = len(os.sched_getaffinity(0)), ranks_of_node()
-    if ranks and cores < 3 * ranks:
+    cores, num_gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_gpus))
+    if cores < 3 * ranks:
         needs = "trains, prepares steps and plans in one thread each, beside loader workers"
-        yield Finding(True, f"{cores} CPU cores for {ranks} ranks (by {source}): a rank {needs}", is_note=True)
+        yield Finding(True, f"{cores} CPU cores for {ranks} ranks: a rank {needs}", is_note=True)
     for name, (advice, is_worth_saying) in VARIABLES.items():
         value = os.environ.get(name)
         if is_worth_saying(value):
@@ -113,10 +114,6 @@ VARIABLES: dict[str, tuple[str, Callable[[str | None], bool]]] = {
     ),
     "OMP_NUM_THREADS": (
         "the thread that prepares steps takes all cores; set it, to 1 for a start",
-        lambda value: value is None and "RANK" in os.environ,
-    ),
-    "LOCAL_WORLD_SIZE": (
-        "ranks of a node are taken from another launcher's variables, or the GPUs",
         lambda value: value is None and "RANK" in os.environ,
     ),
     "PYTORCH_CUDA_ALLOC_CONF": (

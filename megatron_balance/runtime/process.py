@@ -1,7 +1,4 @@
-"""This process: the device and packages that it computes with, its node, and what it has started.
-
-Launchers number the ranks of a node one after another, and say in the environment how many they are.
-"""
+"""This process: the device and packages that it computes with, and what it has started."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import importlib
 import os
 import platform
-import re
 import resource
 from collections.abc import Callable
 from importlib import metadata
@@ -27,12 +23,6 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 SPARE_FILES = 64
 """Beside sockets: of loaders, checkpoints and logs that open later."""
-
-_NODE_SIZES = (
-    *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-)
-"""Of torchrun, mpirun and srun, which writes `8(x2)` for two nodes of eight."""
 
 _device_kind: DeviceKind = "cuda"
 _started = contextlib.ExitStack()
@@ -87,15 +77,6 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def ranks_of_node() -> tuple[int | None, str]:
-    """Ranks of this process's node, and what says so: its launcher, or the GPUs; None where nothing does."""
-    for name in _NODE_SIZES:
-        if size := re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(name, "")):
-            return int(size[1]), name
-    num_gpus = torch.cuda.device_count() if device_kind() == "cuda" and torch.cuda.is_available() else 0
-    return num_gpus or None, "its GPUs"
 
 
 def files_needed(num_sockets: int) -> int:
