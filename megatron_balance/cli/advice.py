@@ -19,7 +19,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.rules import problems
 from megatron_balance.record import RunRecord
 from megatron_balance.record.fit import fit_record
-from megatron_balance.topology import Limits, Topology
+from megatron_balance.topology import Limits
 
 WORTH = 0.01  # a policy must gain this fraction to be worth its flags
 DYNAMIC_WORTH = 0.05  # dynamic CP over one size, where bandwidths are assumed
@@ -84,7 +84,7 @@ def reasons(
 def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[str]:
     """Other caps and context-parallel sizes on the GPUs of a record, by its own seconds and its measured cap.
 
-    The fewer flags change, and the smaller the cap, the earlier a setting comes; later ones must gain more.
+    The ranks and the cap of the run come first, then smaller caps before larger ones; each must gain over those before.
     """
     run, cap = record.info.topology, record.info.limits.max_tokens_per_gpu
     if cap is None or not any(step.is_measured for step in record.steps):
@@ -104,21 +104,20 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
     one_size, topologies = run.with_cp_size(run.cp_size), [run]
     if knows_exchange := costs.knows_exchange(replace(run, dynamic_cp=True)):
         sizes = [size for size in (1, 2, 4, 8, 16) if run.dp_cp_size % size == 0]
-        topologies = [replace(one_size, cp_size=size, dp_size=run.dp_cp_size // size) for size in sizes]
+        topologies += [replace(one_size, cp_size=size, dp_size=run.dp_cp_size // size) for size in sizes]
         topologies.append(replace(one_size, dynamic_cp=True))
-    settings: list[tuple[int, int, str, Topology]] = []
-    for topology, limit in itertools.product(topologies, {cap // 2, cap, 2 * cap, record.measured_cap or cap}):
+    limits = sorted({cap // 2, cap, 2 * cap, record.measured_cap or cap}, key=lambda limit: (limit != cap, limit))
+
+    yield f"On the same GPUs, by the seconds that are fitted to this record (off by {fit.error:.1%}), at most:"
+    speed = 1.0
+    for topology, limit in itertools.product(dict.fromkeys(topologies), limits):
+        if not 0 < limit <= room:
+            continue
         changes = [f"--max-tokens-per-gpu {limit}"] * (limit != cap)
         changes += [f"--context-parallel-size {topology.cp_size}"] * (topology.cp_size != run.cp_size)
         switch = "--balance-dynamic-cp" if topology.dynamic_cp else "--no-balance-dynamic-cp"
         changes += [switch] * (topology.dynamic_cp != run.dynamic_cp)
-        if 0 < limit <= room:
-            settings.append((len(changes), limit, " ".join(changes), topology))
-
-    yield f"On the same GPUs, by the seconds that are fitted to this record (off by {fit.error:.1%}), at most:"
-    speed = 1.0
-    for _, limit, changes, topology in sorted(settings, key=lambda setting: setting[:2]):
-        show_progress(f"planning {changes}")
+        show_progress(f"planning {' '.join(changes)}")
         flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {limit} --balance-data --balance-cost flops"
         flags += " --balance-dynamic-cp" * topology.dynamic_cp
         policy = Policy("", flags, costs.on(topology).model, dynamic_cp=topology.dynamic_cp)
@@ -129,7 +128,7 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
         worth = DYNAMIC_WORTH if topology.dynamic_cp and costs.assumes_bandwidth else WORTH
         if _tokens_per_gpu(result) <= room and result.speedup(as_it_ran) > speed * (1 + worth):
             speed = result.speedup(as_it_ran)
-            yield f"  {speed:.2f}x as fast as it ran: {changes or '--balance-cost with the seconds of fit'}"
+            yield f"  {speed:.2f}x as fast as it ran: {' '.join(changes) or '--balance-cost with the seconds of fit'}"
     show_progress()
     if speed == 1.0:
         yield f"  no other cap or context-parallel size gains {WORTH:.0%} or more."

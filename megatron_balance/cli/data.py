@@ -20,9 +20,10 @@ from megatron_balance.lengths import (
     STOCKS,
     Rows,
     file_of,
+    filled_rows,
+    joined_rows,
     read_rows,
     read_tokens,
-    stock_rows,
     synthetic_lengths,
 )
 from megatron_balance.planner import Forest, Problem
@@ -164,9 +165,12 @@ def _rows_of_stock(args: argparse.Namespace, *, limit: int) -> tuple[str, Rows, 
         kind = "packed" if (rows.counts != 1).any() else "padded"
     if args.seq_length is None:
         return kind, rows, texts
-    seed = MEGATRON_SEED if args.shuffle is None else args.shuffle
-    multiple = 1 if args.cp_size in (None, 1) else 2 * args.cp_size
-    rows = stock_rows(rows, kind=kind, seq_length=args.seq_length, seed=seed, limit=limit, multiple=multiple)
+    if kind in DOCUMENTS:
+        seed, is_masked = MEGATRON_SEED if args.shuffle is None else args.shuffle, kind == "masked-documents"
+        rows = joined_rows(rows.lengths, seq_length=args.seq_length, seed=seed, limit=limit, is_masked=is_masked)
+    else:
+        multiple = 1 if args.cp_size in (None, 1) else 2 * args.cp_size
+        rows = filled_rows(rows, seq_length=args.seq_length, multiple=multiple)
     return kind, rows, texts
 
 

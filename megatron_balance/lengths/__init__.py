@@ -6,7 +6,8 @@ from megatron_balance.lengths.rows import (
     STOCKS,
     SYNTHETIC_LENGTHS,
     Rows,
-    stock_rows,
+    filled_rows,
+    joined_rows,
     synthetic_lengths,
 )
 
@@ -18,9 +19,10 @@ __all__ = [
     "Rows",
     "dataset_lengths",
     "file_of",
+    "filled_rows",
+    "joined_rows",
     "read_lengths",
     "read_rows",
     "read_tokens",
-    "stock_rows",
     "synthetic_lengths",
 ]

@@ -67,17 +67,11 @@ class Rows(NamedTuple):
         return Rows(np.concatenate([rows[row] for row in order.tolist()]), self.counts[order])
 
 
-def stock_rows(
-    rows: Rows, *, kind: str, seq_length: int, seed: int = MEGATRON_SEED, limit: int, multiple: int = 1
-) -> Rows:
-    """The first `limit` rows of a stock run, in its order; filled ones pad samples to a `multiple` of tokens (CP)."""
-    if kind in ("documents", "masked-documents"):
-        return _joined(rows.lengths, seq_length=seq_length, seed=seed, limit=limit, is_masked=kind != "documents")
-    return _cut_to(seq_length, rows=rows, multiple=multiple)
+def joined_rows(documents: NDArray[np.int64], *, seq_length: int, seed: int, limit: int, is_masked: bool) -> Rows:
+    """The first `limit` rows of an epoch of GPTDataset: documents in the order of the seed, then rows.
 
-
-def _joined(documents: NDArray[np.int64], *, seq_length: int, seed: int, limit: int, is_masked: bool) -> Rows:
-    """Rows of an epoch of GPTDataset: documents in the order of the seed, then rows; each looks at one token more."""
+    Each row looks at one token more.
+    """
     generator = np.random.RandomState(seed)
     order = np.arange(documents.size, dtype=np.int32)
     generator.shuffle(order)
@@ -98,8 +92,8 @@ def _joined(documents: NDArray[np.int64], *, seq_length: int, seed: int, limit: 
     return Rows(np.concatenate(parts), np.array([part.size for part in parts]), seq_length)
 
 
-def _cut_to(seq_length: int, *, rows: Rows, multiple: int) -> Rows:
-    """Rows of SFTDataset: what does not fit is cut, and samples behind it are left out."""
+def filled_rows(rows: Rows, *, seq_length: int, multiple: int) -> Rows:
+    """Rows of SFTDataset, samples padded to a `multiple` of tokens (CP): what does not fit, or is behind it, is cut."""
     counts, padded = rows.counts, -(-rows.lengths // multiple) * multiple
     row_of, ends = np.repeat(np.arange(counts.size), counts), np.cumsum(padded)
     row_starts = np.concatenate([[0], ends])[np.cumsum(counts) - counts]

@@ -54,19 +54,16 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
     ranks = np.sort(by_time[np.linspace(0, by_time.size - 1, num_drawn).astype(int)])
     panels: list[dict[str, Any]] = []
     for name, line in lines.items():
-        drawn = [ids for rank in ranks.tolist() for ids in line.samples[rank]]
         panels.append(
             {
                 "key": name,
-                "slots": line.starts.shape[1],
                 "total": round(line.total / tick),
                 "idle": round(1 - float(line.durations.sum()) / ((line.total or 1.0) * len(line.durations)), 4),
                 "imbalance": round(float(policies[name].imbalance[index]), 4),
-                "starts": np.rint(line.starts[ranks] / tick).astype(np.int64).ravel().tolist(),
-                "ends": np.rint((line.starts + line.durations)[ranks] / tick).astype(np.int64).ravel().tolist(),
-                "counts": [len(ids) for ids in drawn],
-                "ids": [sample for ids in drawn for sample in ids],
-                "sizes": line.sizes[ranks].ravel().tolist() if figures.record.info.topology.dynamic_cp else [],
+                "starts": np.rint(line.starts[ranks] / tick).astype(np.int64).tolist(),
+                "ends": np.rint((line.starts + line.durations)[ranks] / tick).astype(np.int64).tolist(),
+                "samples": [line.samples[rank] for rank in ranks.tolist()],
+                "sizes": line.sizes[ranks].tolist() if figures.record.info.topology.dynamic_cp else [],
             }
         )
     return {

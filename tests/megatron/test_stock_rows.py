@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_balance import CostModel
-from megatron_balance.lengths import MEGATRON_SEED, read_rows, stock_rows
+from megatron_balance.lengths import MEGATRON_SEED, filled_rows, joined_rows, read_lengths, read_rows
 from megatron_balance.planner import Problem
 from megatron_balance.record import StepRecord
 from megatron_balance.topology import Limits, Topology
@@ -84,11 +84,11 @@ def test_joined_documents_are_those_of_gptdataset(tmp_path, masked):
         real = int((entry["tokens"] == 7).sum())
         sequences = torch.unique_consecutive(entry["cu_seqlens"]).diff().tolist() if masked else [len(entry["tokens"])]
         rows.append((real, sequences))
-    kind = "masked-documents" if masked else "documents"
-    balanced = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=10**6)
+    documents, options = read_lengths(tmp_path / "corpus"), {"seq_length": SEQ_LENGTH, "seed": MEGATRON_SEED}
+    balanced = joined_rows(documents, limit=10**6, is_masked=masked, **options)
     assert predicted(balanced) == pytest.approx(figures(rows), rel=1e-9)
     if masked:  # the rows themselves, in the order of training
-        first = stock_rows(read_rows(tmp_path / "corpus"), kind=kind, seq_length=SEQ_LENGTH, limit=3)
+        first = joined_rows(documents, limit=3, is_masked=True, **options)
         assert first.lengths.tolist() == [length for _, sequences in rows[:3] for length in sequences]
 
 
@@ -110,12 +110,6 @@ def test_filled_rows_are_those_of_sftdataset(tmp_path, limit, cp_size):
         )
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row if limit > 1 else row[0]) + "\n" for row in row_lengths))
-    balanced = stock_rows(
-        read_rows(file),
-        kind="packed" if limit > 1 else "padded",
-        seq_length=SEQ_LENGTH,
-        limit=10**6,
-        multiple=2 * cp_size if cp_size > 1 else 1,
-    )
+    balanced = filled_rows(read_rows(file), seq_length=SEQ_LENGTH, multiple=2 * cp_size if cp_size > 1 else 1)
     assert predicted(balanced, cp_size=cp_size) == pytest.approx(figures(rows), rel=1e-9)
     assert balanced.num_cut == sum(sum(row) > SEQ_LENGTH for row in row_lengths) > 0

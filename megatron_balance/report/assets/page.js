@@ -127,20 +127,16 @@
   function slicesOf(panel, step) {
     const work = [];
     const waits = [];
-    let sample = 0;
     step.ranks.forEach((rank, row) => {
       let free = 0;
-      for (let slot = 0; slot < panel.slots; slot += 1) {
-        const place = row * panel.slots + slot;
-        const [start, end] = [panel.starts[place], panel.ends[place]];
-        const ids = panel.ids.slice(sample, sample + panel.counts[place]);
-        sample += ids.length;
-        const size = panel.sizes.length ? panel.sizes[place] : 1;
-        if (!size) continue; // a DP×CP rank without this slot
+      panel.samples[row].forEach((ids, slot) => {
+        const [start, end] = [panel.starts[row][slot], panel.ends[row][slot]];
+        const size = panel.sizes.length ? panel.sizes[row][slot] : 1;
+        if (!size) return; // a DP×CP rank without this slot
         if (start > free) waits.push({ row, rank, start: free, end: start });
         work.push({ row, rank, slot, start, end, ids, size });
         free = Math.max(free, end);
-      }
+      });
       if (panel.total > free) waits.push({ row, rank, start: free, end: panel.total });
     });
     return { work, waits };
