@@ -12,8 +12,9 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from itertools import count, islice
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,10 @@ from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_balance.cost.model import CostModel
-from megatron_balance.errors import BalanceError, check_integer
+from megatron_balance.errors import BalanceError, check_integer, check_sizes
 from megatron_balance.lengths import dataset_lengths
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner import as_integers, balance, build_data_schedule
-from megatron_balance.topology import Limits, Topology
+from megatron_balance.planner import as_integers, balance
 
 __all__ = ["BalancedBatchSampler", "BalancedStream", "balance_trainer", "dataset_lengths"]
 
@@ -33,6 +33,7 @@ Plan = Sequence[Sequence[Sequence[int]]]
 """For every rank, for every micro-batch: positions in the data set."""
 
 
+@dataclass(repr=False, eq=False)
 class BalancedBatchSampler:
     """Yields micro-batches, lists of positions in the data set, so that all ranks take equally long.
 
@@ -69,77 +70,64 @@ class BalancedBatchSampler:
         ([[0, 3]], [[0, 3], [1, 2]])
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[Any] | NDArray[Any],
-        *,
-        global_batch_size: int,
-        num_microbatches: int | None,
-        max_tokens: int | None = None,
-        max_samples: int | None = None,
-        model: ModelShape | CostModel | None = None,
-        padded: bool = False,
-        objective: str = "microbatch",
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = True,
-    ) -> None:
-        if num_replicas is None and rank is None:
+    lengths: Sequence[Any] | NDArray[Any]
+    _: KW_ONLY
+    global_batch_size: int
+    num_microbatches: int | None
+    max_tokens: int | None = None
+    max_samples: int | None = None
+    model: ModelShape | CostModel | None = None
+    padded: bool = False
+    objective: str = "microbatch"
+    num_replicas: int | None = None
+    rank: SupportsIndex | None = None
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_replicas is None and self.rank is None:
             is_run = distributed.is_available() and distributed.is_initialized()
-            num_replicas, rank = (distributed.get_world_size(), distributed.get_rank()) if is_run else (1, 0)
-        if num_replicas is None or rank is None or not 0 <= rank < num_replicas:
+            self.num_replicas, self.rank = (distributed.get_world_size(), distributed.get_rank()) if is_run else (1, 0)
+        check_sizes(self)
+        if self.num_replicas is None or self.rank is None or not 0 <= int(self.rank) < self.num_replicas:
             raise BalanceError(
-                f"rank is {rank} of num_replicas {num_replicas}: give both, rank below num_replicas, or none."
+                f"rank is {self.rank} of num_replicas {self.num_replicas}: give both, rank below num_replicas, or none."
             )
-        self.num_replicas, self.rank = (
-            check_integer("num_replicas", num_replicas),
-            check_integer("rank", rank, minimum=0),
-        )
-        self.global_batch_size = check_integer("global_batch_size", global_batch_size)
-        self.num_microbatches = num_microbatches and check_integer("num_microbatches", num_microbatches)
-        self.seed, self.shuffle = check_integer("seed", seed, minimum=0), shuffle
+        self._num_ranks = self.num_replicas
         self._packs: list[NDArray[np.int64]] | None = None
-        if len(lengths) and np.ndim(lengths[0]):
-            self._packs = [as_integers(pack, name="lengths") for pack in lengths]
-        totals = lengths if self._packs is None else [int(pack.sum()) for pack in self._packs]
-        self.lengths = as_integers(totals, name="lengths")
-        longest = int(self.lengths.max(initial=1))
+        if len(self.lengths) and np.ndim(self.lengths[0]):
+            self._packs = [as_integers(pack, name="lengths") for pack in self.lengths]
+            self.lengths = [int(pack.sum()) for pack in self._packs]
+        self.lengths = self._tokens = as_integers(self.lengths, name="lengths")
+        longest = int(self._tokens.max(initial=1))
         no_cap = longest * self.global_batch_size
-        cap = no_cap if max_tokens is None else min(check_integer("max_tokens", max_tokens), no_cap)
-        if longest > cap:
+        self._cap = min(self.max_tokens or no_cap, no_cap)
+        if longest > self._cap:
             raise BalanceError(
-                f"max_tokens is {cap}, and {int((self.lengths > cap).sum())} samples are longer, up to "
-                f"{longest} tokens at position {int(self.lengths.argmax())}: cut or drop them, or raise max_tokens."
+                f"max_tokens is {self._cap}, and {int((self._tokens > self._cap).sum())} samples are longer, up to "
+                f"{longest} tokens at position {int(self._tokens.argmax())}: cut or drop them, or raise max_tokens."
             )
-        num_full = self.lengths.size // self.global_batch_size
-        self.num_steps = num_full if drop_last else -(-self.lengths.size // self.global_batch_size)
-        required = self.num_replicas * (self.num_microbatches or 1)
-        fewest = self.lengths.size - (self.num_steps - 1) * self.global_batch_size
+        num_full = self._tokens.size // self.global_batch_size
+        self.num_steps = num_full if self.drop_last else -(-self._tokens.size // self.global_batch_size)
+        required = self._num_ranks * (self.num_microbatches or 1)
+        fewest = self._tokens.size - (self.num_steps - 1) * self.global_batch_size
         if not self.num_steps or min(fewest, self.global_batch_size) < required:
             raise BalanceError(
-                f"global_batch_size is {self.global_batch_size} of {self.lengths.size} samples, and each step, also "
+                f"global_batch_size is {self.global_batch_size} of {self._tokens.size} samples, and each step, also "
                 f"the last, needs {required} for its micro-batches: change it, num_microbatches or drop_last."
             )
-        self._options: dict[str, Any] = {
-            "num_ranks": self.num_replicas,
-            "max_tokens": cap,
-            "max_samples": max_samples and check_integer("max_samples", max_samples),
-            "model": CostModel.from_shape(model) if isinstance(model, ModelShape) else model or CostModel.tokens(),
-            "padded": padded,
-            "objective": objective,
-        }
-        plans = (self.global_batch_size, self.num_microbatches, self.num_steps, self.seed, self.shuffle, self._options)
-        numbers = np.concatenate([self.lengths, *(self._packs or ())]).astype("<i8")
-        self._digest = hashlib.sha256(repr(plans).encode() + numbers.tobytes()).hexdigest()[:16]
-        self._ranks: Sequence[int] = (self.rank,)
+        if isinstance(self.model, ModelShape):
+            self.model = CostModel.from_shape(self.model)
+        options = [getattr(self, field.name) for field in fields(self) if field.name not in ("lengths", "rank")]
+        numbers = np.concatenate([self._tokens, *(self._packs or ())]).astype("<i8")
+        self._digest = hashlib.sha256(repr(options).encode() + numbers.tobytes()).hexdigest()[:16]
+        self.drop_last = True  # as its micro-batches are complete: Accelerate would repeat the first ones at the end
+        self._ranks: Sequence[int] = (int(self.rank),)
         self._epoch = self._given = self._start = 0  # `_given`: micro-batches that the latest iterator gave
         self._steps: tuple[int, list[NDArray[np.int64]]] | None = None
         self._plan: tuple[tuple[int, int], Plan] | None = None
         self.plan(0, 0)
-
-    drop_last = True  # as its micro-batches are complete: Accelerate would repeat the first ones at the end
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, or steps where their number is free."""
@@ -171,7 +159,7 @@ class BalancedBatchSampler:
     def all_ranks(self) -> BalancedBatchSampler:
         """A sampler of the same plans that yields every rank's micro-batches, slot by slot and rank by rank."""
         sampler = copy.copy(self)
-        sampler._ranks, sampler._digest = range(self.num_replicas), f"{self._digest}, all ranks"
+        sampler._ranks, sampler._digest = range(self._num_ranks), f"{self._digest}, all ranks"
         sampler.set_epoch(self._epoch)
         return sampler
 
@@ -207,59 +195,56 @@ class BalancedBatchSampler:
 
     def _planned(self, ids: NDArray[np.int64], *, number: int | None) -> Plan:
         """The plan of one global batch in so many micro-batches of each rank, or as many as it needs."""
-        if self._packs is None or self._options["padded"]:
-            plan: Plan = balance(self.lengths[ids], num_microbatches=number, allow_empty=False, **self._options)
-        else:
-            packs = [self._packs[position] for position in ids]
-            plan = build_data_schedule(
-                np.concatenate(packs),
-                num_segments=[pack.size for pack in packs],
-                cost_model=self._options["model"],
-                topology=Topology(self.num_replicas),
-                limits=Limits(self._options["max_tokens"], micro_batch_size=self._options["max_samples"]),
-                objective=self._options["objective"],
-                num_microbatches=number,
-            ).ranks
-        return [[ids[list(batch)].tolist() for batch in batches] for batches in plan]
+        packs = None if self._packs is None or self.padded else [self._packs[position] for position in ids]
+        plan = balance(
+            self._tokens[ids] if packs is None else np.concatenate(packs),
+            num_segments=None if packs is None else [pack.size for pack in packs],
+            num_ranks=self._num_ranks,
+            max_tokens=self._cap,
+            max_samples=self.max_samples,
+            model=self.model,
+            padded=self.padded,
+            objective=self.objective,
+            num_microbatches=number,
+            allow_empty=False,
+        )
+        return [[ids[batch].tolist() for batch in batches] for batches in plan]
 
     def _steps_of(self, epoch: int) -> list[NDArray[np.int64]]:
         """The samples of every step of an epoch, so that each fits in `num_microbatches`."""
-        order, size = np.arange(self.lengths.size), self.global_batch_size
+        order, size = np.arange(self._tokens.size), self.global_batch_size
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
         steps = [order[first : first + size] for first in range(0, self.num_steps * size, size)]
         for step, ids in enumerate(steps):
             if self.num_microbatches is None or self._fits(ids):
                 continue
-            full = range(max(self.lengths.size // size, 1))
-            shortest = min(full, key=lambda other: int(self.lengths[steps[other]].sum()))
+            full = range(max(self._tokens.size // size, 1))
+            shortest = min(full, key=lambda other: int(self._tokens[steps[other]].sum()))
             both = np.concatenate([ids, steps[shortest]])
-            both = both[np.argsort(-self.lengths[both], kind="stable")]
+            both = both[np.argsort(-self._tokens[both], kind="stable")]
             chosen = slice(0, 2 * ids.size, 2)
             mixed = both[chosen], np.delete(both, chosen)
             if not self.shuffle or shortest == step or not all(map(self._fits, mixed)):
                 required = len(self._planned(ids, number=None)[0])
                 raise BalanceError(
                     f"num_microbatches is {self.num_microbatches}, and step {step} of epoch {epoch} needs {required} "
-                    f"on each rank under max_tokens {self._options['max_tokens']}: give that many, or more tokens."
+                    f"on each rank under max_tokens {self._cap}: give that many, or more tokens."
                 )
             steps[step], steps[shortest] = mixed
         return steps
 
     def _fits(self, ids: NDArray[np.int64]) -> bool:
         """True where a step fits in `num_microbatches` of each rank; most are sure to, and not planned to see it."""
-        cap, max_samples = self._options["max_tokens"], self._options["max_samples"]
-        lengths, num_bins = -np.sort(-self.lengths[ids]), self.num_replicas * (self.num_microbatches or 1)
-        if self._options["padded"]:
-            counts, head = (cap // lengths.clip(1)).clip(1, max_samples).tolist(), 0
+        lengths, num_bins = -np.sort(-self._tokens[ids]), self._num_ranks * (self.num_microbatches or 1)
+        if self.padded:
+            counts, head = (self._cap // lengths.clip(1)).clip(1, self.max_samples).tolist(), 0
             for _ in range(num_bins):
                 head += counts[head] if head < ids.size else 0
             return head >= ids.size
-        if max_samples is not None:  # as the planner counts both caps together
-            lengths, cap = np.maximum(lengths * max_samples, cap), cap * max_samples
         # The longest first: a sample finds room while bins are not, on the mean, too full for it. Packs come by cost.
         before = (lengths.cumsum() if self._packs is None else lengths.sum()) - lengths
-        if bool((before < num_bins * (cap - lengths + 1)).all()):
+        if self.max_samples is None and bool((before < num_bins * (self._cap - lengths + 1)).all()):
             return True
         try:
             self._planned(ids, number=self.num_microbatches)

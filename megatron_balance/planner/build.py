@@ -55,6 +55,7 @@ def balance(
     objective: str = "step",
     max_samples: int | None = None,
     num_microbatches: int | None = None,
+    num_segments: Sequence[int] | None = None,
     allow_empty: bool = True,
     padded: bool = False,
 ) -> list[list[list[int]]]:
@@ -69,6 +70,7 @@ def balance(
             (experts spread over ranks, FSDP).
         max_samples: samples that a micro-batch holds at most.
         num_microbatches: micro-batches of each rank, where the host fixes it (gradient accumulation).
+        num_segments: `[num_samples]` segments of each sample, where `lengths` are theirs; not with `padded`.
         allow_empty: False refuses a plan with an empty micro-batch: there is one only where samples are too few.
         padded: the host pads a micro-batch to its longest sample: it holds, and costs, its samples times that.
 
@@ -102,12 +104,13 @@ def balance(
         assert isinstance(batch, Batch)
         ranks = plan_padded(batch, max_tokens=max_tokens, max_samples=max_samples, num_slots=num_microbatches)
     else:
-        plan = build_data_schedule(tokens, objective=objective, num_microbatches=num_microbatches, **arguments)
+        arguments |= {"objective": objective, "num_microbatches": num_microbatches, "num_segments": num_segments}
+        plan = build_data_schedule(tokens, **arguments)
         ranks = [[list(slot) for slot in slots] for slots in plan.ranks]
     if not allow_empty and not all(slot for slots in ranks for slot in slots):
         raise BalanceError(
-            f"allow_empty is False: {tokens.size} samples are too few for {len(ranks[0])} micro-batches on each of "
-            f"{num_ranks} ranks. Give more, or raise max_tokens."
+            f"allow_empty is False: there are too few samples for {len(ranks[0])} micro-batches on each of {num_ranks} "
+            "ranks. Give more, or raise max_tokens."
         )
     return ranks
 
