@@ -75,7 +75,7 @@ def _row(forest: Forest, group_of: Any, *, ranks: int, objective: str) -> dict[s
     schedule = build_data_schedule(forest.lengths, forest=forest, **arguments)
     batch = batch_of(Problem.of(forest.lengths, forest=forest, **arguments))
     assert isinstance(batch, ForestBatch)
-    groups = _merged(batch.computed(group_of), group_of, int(group_of.max()) + 1)
+    groups = _merged(batch.computed(group_of), group_of)
     whole = plan_slots(groups)
     time = batch.time(schedule.microbatch_of, schedule.cp_size_grid)
     alone = unshared.predicted_cost

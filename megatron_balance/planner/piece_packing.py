@@ -4,32 +4,31 @@ In the forest's order a run of neighbours costs the path to where its first bran
 tree repeats the path that both sides share.
 
     1. Runs are trees, or the subtrees of their roots, and so on: each depth is a candidate.
-    2. Runs are poured into bins up to a target, the costliest first, or that with the costliest sample. A run goes
-       whole into the fullest bin with room, of those that hold most of its path; else the bin with most room gets its
-       longest head, and the tail comes back. Halving finds the least target.
-    3. Where ranks meet at the end of a step they are the bins. Else bins are about micro-batches, for several numbers
-       of them. What a bin gets is a piece, and the planners of samples put pieces into micro-batches.
+    2. Runs are poured into bins up to a target, the costliest first. A run goes whole into the fullest bin with room,
+       of those that hold most of its path; else the bin with most room gets its longest head, and the tail comes back.
+       Halving finds the least target.
+    3. Bins are about micro-batches, for several numbers of them. What a bin gets is a piece, and the planners of
+       samples put pieces into micro-batches.
     4. The plan of samples that share nothing is a candidate as well, so that sharing never loses.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.planner.batch import ForestBatch
-from megatron_balance.planner.home_ranks import plan_on_ranks
-from megatron_balance.planner.level_packing import GOOD_ENOUGH, Batch, Plan, plan_slots
+from megatron_balance.planner.level_packing import Batch, Plan, plan_slots
 from megatron_balance.planner.pipeline_packing import plan_pipeline
-from megatron_balance.planner.problem import INT_MAX, Ints, sums
+from megatron_balance.planner.problem import Ints, sums
 
-_HALVINGS = 10
-"""Targets that are tried after the first that is met."""
+_PRECISION = 1024
+"""The search for a target ends within 1/1024 of it."""
 
 _GRAINS = (4, 5, 6, 8, 12)
 _PIPELINE_GRAINS = (4, 8, 12, 20, 32, 48)
@@ -38,89 +37,68 @@ _PIPELINE_GRAINS = (4, 8, 12, 20, 32, 48)
 _NEAR_BOUND = 256
 """A plan within 1/256 of the bound ends the search."""
 
-_Run = tuple[int, int]
-"""The position of the first sample in the forest's order, and of the end."""
-
 
 def plan_pieces(batch: ForestBatch, *, num_slots: int | None = None) -> Plan:
     """The fastest of the candidates, the first of equals; in `num_slots` micro-batches of every rank where given."""
-    best, least, bound, alone = None, INT_MAX, batch.lower_bound(), batch.alone
-    for plan in _poured_plans(batch, num_slots):
+    planner = plan_pipeline if batch.waiting.is_makespan else plan_slots
+    best: tuple[int, Plan] | None = None
+    # The plan that shares nothing is at least as long as its own bound.
+    enough = min(batch.lower_bound() * (_NEAR_BOUND + 1) // _NEAR_BOUND, batch.alone.lower_bound())
+    for piece_of in _candidates(batch):
+        plan = planner(_merged(batch.computed(piece_of), piece_of), num_slots=num_slots)
+        plan = replace(plan, microbatch_of=plan.microbatch_of[piece_of])
         time = batch.time(plan.microbatch_of, plan.cp_sizes)
-        if time < least:
-            best, least = plan, time
-        if least <= bound + bound // _NEAR_BOUND:
+        if best is None or time < best[0]:
+            best = time, plan
+        if best[0] <= enough:
             break
-    if best is not None and least <= alone.lower_bound():
-        return best
-    unshared = _planner(alone)(alone, num_slots=num_slots)
-    if best is None or batch.time(unshared.microbatch_of, unshared.cp_sizes) < least:
-        return unshared
-    return best
+    assert best is not None, "samples that share nothing are a candidate"
+    return best[1]
 
 
-def _planner(batch: Batch) -> Callable[..., Plan]:
-    return plan_pipeline if batch.waiting.is_makespan else plan_slots
+def _candidates(batch: ForestBatch) -> Iterator[Ints]:
+    """Pieces of samples, `[num_samples]` the piece of each."""
+    runs, alone = _Runs(batch), batch.alone
+    needed = -(-int(runs.tokens_before[-1]) // (alone.cap * alone.num_ranks))
+    grains = _PIPELINE_GRAINS if batch.waiting.is_makespan else _GRAINS
+    numbers = sorted({max(needed * grain // 4, 1) for grain in grains})
+    for number, depth in product(numbers, range(max(len(batch.forest.levels) - 1, 1))):
+        bin_of = runs.pour(runs.at_depth(depth), alone.num_ranks * number)
+        if bin_of is not None:
+            yield np.unique(bin_of, return_inverse=True)[1]
+    yield np.arange(alone.num_samples)
 
 
-def _poured_plans(batch: ForestBatch, num_slots: int | None) -> Iterator[Plan]:
-    alone, runs, depths = batch.alone, _Runs(batch), max(len(batch.forest.levels) - 1, 1)
-    is_makespan = alone.waiting.is_makespan
-    meets_once = alone.sync_size == 1 and not is_makespan
-    needed = -(-runs.tokens_before[-1] // (alone.cap * alone.num_ranks))
-    numbers = {max(needed * grain // 4, 1) for grain in (_PIPELINE_GRAINS if is_makespan else _GRAINS)}
-    keys = (False,) if is_makespan else (False, True)
-    for number, depth, by_sample in product((1,) if meets_once else sorted(numbers), range(depths), keys):
-        room = INT_MAX if meets_once else alone.cap
-        poured = runs.pour(alone.num_ranks * number, room=room, depth=depth, by_sample=by_sample)
-        if poured is None:
-            continue
-        bin_of, run_of = poured
-        piece_of = _joined(batch, bin_of, run_of) if meets_once else np.unique(bin_of, return_inverse=True)[1]
-        first = np.unique(piece_of, return_index=True)[1]
-        pieces = _merged(batch.computed(piece_of), piece_of, first.size)
-        if meets_once:
-            plan = plan_on_ranks(pieces, bin_of[first], num_slots=num_slots)
-        else:
-            plan = _planner(pieces)(pieces, num_slots=num_slots)
-        yield replace(plan, microbatch_of=plan.microbatch_of[piece_of])
-
-
-def _joined(batch: ForestBatch, rank_of: Ints, run_of: Ints) -> Ints:
-    """The piece of each sample: all that a rank has of a tree where the cap allows it, else a run."""
-    roots = batch.forest.paths[0]
-    tree_of = np.unique(rank_of * (int(roots.max(initial=0)) + 1) + roots, return_inverse=True)[1]
-    tokens = sums(batch.computed(tree_of).weights, tree_of, tree_of.size)
-    is_above = tokens[tree_of] > batch.alone.cap
-    return np.unique(np.where(is_above, tree_of.size + run_of, tree_of), return_inverse=True)[1]
-
-
-def _merged(batch: Batch, piece_of: Ints, count: int) -> Batch:
+def _merged(batch: Batch, piece_of: Ints) -> Batch:
     """A batch of pieces, each as if it were a sample."""
+    count = int(piece_of.max(initial=-1)) + 1
     return replace(
         batch,
         costs=np.stack([sums(phase, piece_of, count) for phase in batch.costs]),
         expert_cost=sums(batch.expert_cost, piece_of, count),
         weights=sums(batch.weights, piece_of, count),
-        kinds=tuple(_merged(kind, piece_of, count) for kind in batch.kinds),
+        kinds=tuple(_merged(kind, piece_of) for kind in batch.kinds),
     )
 
 
+_Run = tuple[int, int]
+"""The position of the first sample in the forest's order, and of the end."""
+
+
 class _Runs:
-    """Costs and tokens of runs of neighbours in the forest's order. Of node -1, above all roots, both are 0."""
+    """Costs and tokens of runs of neighbours in the forest's order."""
 
     def __init__(self, batch: ForestBatch) -> None:
         forest, ends = batch.forest, batch.ends
         alone, starts = batch.alone.take(forest.order), batch.ends.take(forest.branches)
         costs = [paths.costs.sum(axis=0) + paths.expert_cost for paths in (ends, alone, starts)]
-        self.path_costs: list[int] = costs[0].tolist()  # of the path to the end of each node
-        self.path_tokens: list[int] = ends.weights.tolist()
-        self.sample_costs: list[int] = costs[1].tolist()
-        self.costs_before: list[int] = np.append(0, np.cumsum(costs[1] - costs[2])).tolist()
-        self.tokens_before: list[int] = np.append(0, np.cumsum(alone.weights - starts.weights)).tolist()
+        self.path_costs, self.path_tokens = costs[0], ends.weights  # of the path to the end of each node
+        self.costs_before: Ints = np.append(0, np.cumsum(costs[1] - costs[2]))
+        self.tokens_before: Ints = np.append(0, np.cumsum(alone.weights - starts.weights))
         self.cap, self.order, self.paths = alone.cap, forest.order, forest.paths[:, forest.order]
+        self.largest = max(int(costs[1].max(initial=0)), 1)
         self.branches: list[int] = [*forest.branches.tolist(), -1]
-        self.parents: list[int] = [*forest.parent.tolist(), -1]
+        self.parents: list[int] = forest.parent.tolist()
 
     def at_depth(self, depth: int) -> list[_Run]:
         """The runs of samples that agree in their first `depth + 1` nodes."""
@@ -128,115 +106,72 @@ class _Runs:
         starts = np.flatnonzero(np.append(self.order.size > 0, differs)).tolist()
         return list(zip(starts, [*starts[1:], self.order.size], strict=False))
 
-    def cost(self, first: int, end: int, *, node: int = -1) -> int:
-        """Cost of a run where the path to the end of a node is there already."""
-        branch = self.path_costs[self.branches[first]] - self.path_costs[node]
-        return branch + self.costs_before[end] - self.costs_before[first]
-
-    def tokens(self, first: int, end: int, *, node: int = -1) -> int:
-        """Tokens of a run, as `cost`."""
-        branch = self.path_tokens[self.branches[first]] - self.path_tokens[node]
-        return branch + self.tokens_before[end] - self.tokens_before[first]
-
-    def above(self, first: int) -> Iterator[int]:
-        """The nodes above a run, the nearest first, and -1."""
-        node = self.branches[first]
+    def above(self, first: int) -> list[int]:
+        """The nodes above a run, a root first."""
+        nodes, node = list[int](), self.branches[first]
         while node >= 0:
-            yield node
+            nodes.append(node)
             node = self.parents[node]
-        yield -1
+        return nodes[::-1]
 
-    def head(self, first: int, end: int, *, node: int, cost: int, tokens: int) -> int:
-        """The end of the longest run from `first` within this cost and these tokens, and within the cap by itself."""
+    def size(self, first: int, end: int) -> tuple[int, int]:
+        """Cost and tokens of a run."""
         branch = self.branches[first]
-        tokens = min(tokens + self.path_tokens[node], self.cap) - self.path_tokens[branch]
-        cost += self.path_costs[node] - self.path_costs[branch]
-        by_cost = bisect_right(self.costs_before, cost + self.costs_before[first], first, end + 1)
-        by_tokens = bisect_right(self.tokens_before, tokens + self.tokens_before[first], first, end + 1)
-        return max(min(by_cost, by_tokens) - 1, first)
+        cost, tokens = self.costs_before[end] - self.costs_before[first], self.tokens_before[end]
+        return int(cost + self.path_costs[branch]), int(tokens - self.tokens_before[first] + self.path_tokens[branch])
 
-    def pour(self, num_bins: int, *, room: int, depth: int, by_sample: bool) -> tuple[Ints, Ints] | None:
-        """The bin and the run of each sample, by the least target found; None where none is met."""
-        runs, total = self.at_depth(depth), self.costs_before[-1]
-        least = max(max(self.sample_costs, default=0), -(-total // num_bins))
-        target, step, best = least, least // 512 + 1, None
-        while best is None and target <= 2 * total:
-            step *= 2
-            target = least + step
-            best = _Pour(self, target, num_bins, room, by_sample).all(runs)
-        for _ in range(_HALVINGS if best else 0):
-            if target - least <= least // GOOD_ENOUGH:
-                break
-            middle = (least + target) // 2
-            poured = _Pour(self, middle, num_bins, room, by_sample).all(runs)
-            least, target, best = (middle, target, best) if poured is None else (least, middle, poured)
-        if best is None:
-            return None
-        bin_of, run_of = np.empty((2, self.order.size), dtype=np.int64)
-        for run, (index, first, end) in enumerate(best):
-            bin_of[self.order[first:end]], run_of[self.order[first:end]] = index, run
-        return bin_of, run_of
+    def pour(self, runs: list[_Run], num_bins: int) -> Ints | None:
+        """The bin of each sample, by the least target found; None where none is met."""
+        low = max(self.largest, -(-int(self.costs_before[-1]) // num_bins))
+        high = 2 * low
+        best = self.pour_within(high, runs, num_bins)
+        while best is not None and high - low > max(low // _PRECISION, 1):
+            middle = (low + high) // 2
+            poured = self.pour_within(middle, runs, num_bins)
+            low, high, best = (middle, high, best) if poured is None else (low, middle, poured)
+        return best
 
-
-class _Pour:
-    """Bins that hold runs of a cost of at most `target` and of at most `room` tokens."""
-
-    def __init__(self, runs: _Runs, target: int, num_bins: int, room: int, by_sample: bool) -> None:
-        self.runs, self.room, self.by_sample = runs, room, by_sample
-        self.slack, self.tokens, self.nodes = [target] * num_bins, [room] * num_bins, [{-1} for _ in range(num_bins)]
-        self.bins = {-1: [(target, index) for index in range(num_bins)]}  # those that hold a node, by slack
-
-    def all(self, runs: list[_Run]) -> list[tuple[int, int, int]] | None:
-        """The bin, the first and the end of every run that is placed; None where one finds no room."""
-        heap = [(-self._key(*run), *run) for run in runs]
+    def pour_within(self, target: int, runs: list[_Run], num_bins: int) -> Ints | None:
+        """The bin of each sample, where no bin costs more than the target or holds more than the cap."""
+        slack, room = np.full(num_bins, target), np.full(num_bins, self.cap)
+        bin_of = np.empty_like(self.order)
+        holders: dict[int, NDArray[np.bool_]] = {}  # of a node, the bins that compute it already
+        heap = [(-self.size(*run)[0], *run) for run in runs]
         heapify(heap)
-        placed: list[tuple[int, int, int]] = []
         while heap:
             _, first, end = heappop(heap)
-            index, cut = self._whole(first, end) or self._head(first, end)
-            if cut == first:
-                return None
+            if self.size(first, first + 1)[1] > self.cap:
+                bin_of[self.order[first]], cut = num_bins + first, first + 1  # an over-long sample runs alone
+            else:
+                shared_cost, shared_tokens = np.zeros((2, num_bins), dtype=np.int64)
+                for node in self.above(first):
+                    if node in holders:
+                        shared_cost[holders[node]] = self.path_costs[node]
+                        shared_tokens[holders[node]] = self.path_tokens[node]
+                heads = self.heads(first, end, cost=slack + shared_cost, tokens=room + shared_tokens)
+                whole = np.flatnonzero(heads == end)
+                if whole.size:
+                    index = int(whole[np.lexsort((slack[whole], -shared_cost[whole]))[0]])
+                else:
+                    index = int(np.where(heads > first, slack + shared_cost, -1).argmax())
+                cut = int(heads[index])
+                if cut == first:
+                    return None
+                bin_of[self.order[first:cut]] = index
+                cost, tokens = self.size(first, cut)
+                slack[index] -= cost - shared_cost[index]
+                room[index] -= tokens - shared_tokens[index]
+                # What the bin shares with samples elsewhere: neighbours of the run in the forest's order.
+                for node in (*self.above(first), *self.above(cut)):
+                    holders.setdefault(node, np.zeros(num_bins, dtype=np.bool_))[index] = True
             if cut < end:
-                heappush(heap, (-self._key(cut, end), cut, end))
-            self._place(index, first, cut)
-            placed.append((index, first, cut))
-        return placed
+                heappush(heap, (-self.size(cut, end)[0], cut, end))
+        return bin_of
 
-    def _key(self, first: int, end: int) -> int:
-        return self.runs.sample_costs[first] if self.by_sample else self.runs.cost(first, end)
-
-    def _whole(self, first: int, end: int) -> tuple[int, int] | None:
-        """The fullest bin that has room for a run, of those that hold most of its path, and the run's end."""
-        runs = self.runs
-        if runs.tokens(first, end) > runs.cap and end - first > 1:
-            return None
-        for node in runs.above(first):
-            bins, tokens = self.bins.get(node, []), min(runs.tokens(first, end, node=node), self.room)
-            for place in range(bisect_left(bins, (runs.cost(first, end, node=node), -1)), len(bins)):
-                if self.tokens[bins[place][1]] >= tokens:
-                    return bins[place][1], end
-        return None
-
-    def _head(self, first: int, end: int) -> tuple[int, int]:
-        """The bin with most room behind a run's path, of those that take a sample of it, and where it is cut."""
-        best = (0, -1, first)
-        for node in self.runs.above(first):
-            missing = self.runs.cost(first, first, node=node)
-            for slack, index in reversed(self.bins.get(node, [])):
-                if slack - missing <= best[0]:
-                    break
-                cut = self.runs.head(first, end, node=node, cost=slack, tokens=self.tokens[index])
-                if cut > first:
-                    best = (slack - missing, index, cut)
-        return best[1:]
-
-    def _place(self, index: int, first: int, end: int) -> None:
-        held = next(node for node in self.runs.above(first) if node in self.nodes[index])
-        for node in self.nodes[index]:
-            del self.bins[node][bisect_left(self.bins[node], (self.slack[index], index))]
-        self.slack[index] -= self.runs.cost(first, end, node=held)
-        self.tokens[index] -= min(self.runs.tokens(first, end, node=held), self.room)
-        # What the bin shares with samples elsewhere: neighbours of the run in the forest's order.
-        self.nodes[index].update(self.runs.above(first), self.runs.above(end))
-        for node in self.nodes[index]:
-            insort(self.bins.setdefault(node, []), (self.slack[index], index))
+    def heads(self, first: int, end: int, *, cost: Ints, tokens: Ints) -> Ints:
+        """Of each bin, the end of the longest run from `first` within this cost and these tokens."""
+        above_cost, above_tokens = self.size(first, first)
+        spent_cost, spent_tokens = int(self.costs_before[first]), int(self.tokens_before[first])
+        by_cost = np.searchsorted(self.costs_before, cost - above_cost + spent_cost, "right")
+        by_tokens = np.searchsorted(self.tokens_before, tokens - above_tokens + spent_tokens, "right")
+        return (np.minimum(by_cost, by_tokens) - 1).clip(first, end)
