@@ -5,8 +5,8 @@
        target that halving makes the least; a sample that does not fit takes the next larger size.
     3. `microbatch`, `pipeline`: all ranks meet in a slot. The sizes in turn fill packs, dominated slots first; then
        packs of like cost make slots.
-    4. `microbatch`: bands of neighbouring sizes are planned by themselves, one after another: a slot has one size.
-    5. Every single size is planned as well, and the fastest plan is taken.
+    4. Every single size is planned as well, and in `microbatch` one size for long samples and one for short ones, one
+       after another. The fastest plan is taken.
 
 Here a rank is a DP×CP rank; `batch.py` has the tree and the costs.
 """
@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_balance.planner.batch import SizedBatch
-from megatron_balance.planner.level_packing import GOOD_ENOUGH, Plan, plan_slots
+from megatron_balance.planner.level_packing import Plan, plan_slots
 from megatron_balance.planner.list_scheduling import assign_in_groups, assign_lpt
 from megatron_balance.planner.objective import organ_pipe_order
 from megatron_balance.planner.pipeline_packing import EFFORT, plan_pipeline
@@ -28,20 +29,14 @@ from megatron_balance.planner.problem import Ints, sums
 _TOLERANCE = 2048
 """The search for a target ends within 1/2048 of the lower bound."""
 
-_MAX_PLACED = 65536
-"""Placements of samples on the tree after which the search ends; a first target that fits is always found."""
-
 _SPLIT_PERCENTS = (30, 50, 70, 85, 100, 110, 120, 130, 150, 180, 250, 400, 600, 900)
 """Limits of a sample's cost on each rank to try, in percent of the mean time of a slot."""
 
-_SLOT_SIXTEENTHS = (17, 18, 20, 22, 24)
-"""Numbers of slots to try, in sixteenths of the smallest number."""
+_SLOT_SIXTEENTHS = (16, 17, 18, 20, 22, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of slots to try, in sixteenths of the smallest number: more slots idle less in a pipeline."""
 
-_SLOT_MULTIPLES = (2, 3, 4, 6, 8, 12, 16)
-"""Further numbers of slots to try in a pipeline, in multiples of the smallest: more slots idle less."""
-
-_BAND_PART = 10
-"""A band's size is the smallest at which a sample takes at most a tenth of a step."""
+_LONG_PART = 10
+"""Long and short samples are told apart by the smallest size at which a sample takes at most a tenth of a step."""
 
 _OUTLINES = 5
 """Most promising outlines of each number of slots, which are filled."""
@@ -59,51 +54,48 @@ def plan_sizes(batch: SizedBatch) -> Plan:
         sizes = np.ones((batch.dp_cp_size, batch.multiple if batch.equal_counts else 1), dtype=np.int64)
         return Plan(np.zeros(0, dtype=np.int64), sizes)
     waiting = batch.waiting
-    plans = [(_plan_in_slots if waiting.in_slots or waiting.is_makespan else _plan_on_tree)(batch)]
-
-    def time(plan: Plan) -> int:
-        return batch.time(plan.microbatch_of, plan.cp_sizes)
-
-    bound = batch.lower_bound()
-    if min(map(time, plans)) > bound + bound // GOOD_ENOUGH:
-        plans += [plan for level in range(batch.num_levels) if (plan := _plan_at_size(batch, level)) is not None]
-        if waiting.in_slots and not waiting.is_makespan:
-            plans += _plan_in_bands(batch, limit=min(map(time, plans)))
-    return min(plans, key=time)
+    plan = (_plan_in_slots if waiting.in_slots or waiting.is_makespan else _plan_on_tree)(batch)
+    plan = _plan_at_any_size(batch, limit=_time(batch, plan)) or plan
+    if waiting.in_slots and not waiting.is_makespan:
+        levels = batch.levels_within(batch.min_work() // _LONG_PART)
+        for level in np.unique(levels)[1:].tolist():
+            plan = _plan_in_turn(batch, levels >= level, limit=_time(batch, plan)) or plan
+    return plan
 
 
-def _plan_in_bands(batch: SizedBatch, *, limit: int) -> list[Plan]:
-    """The plan in which all micro-batches of a slot have one size; none where it would not be faster than `limit`.
+def _time(batch: SizedBatch, plan: Plan) -> int:
+    return batch.time(plan.microbatch_of, plan.cp_sizes)
 
-    Samples are cut into bands of neighbouring sizes. Each band is planned by itself at one of its sizes, one after
-    another: wide packs of several long samples are more even than dominated slots, whose rest is shared for nothing.
+
+def _plan_at_any_size(batch: SizedBatch, *, limit: int) -> Plan | None:
+    """The fastest plan at one size; None where none is faster than `limit`."""
+    best = None
+    for level in range(batch.num_levels):
+        work = int(batch.costs[level].sum() << level) // batch.dp_cp_size
+        if batch.waiting.at_least(work, empty=0) < limit:
+            plan = _plan_at_size(batch, level)
+            if plan is not None and _time(batch, plan) < limit:
+                best, limit = plan, _time(batch, plan)
+    return best
+
+
+def _plan_in_turn(batch: SizedBatch, is_long: NDArray[np.bool_], *, limit: int) -> Plan | None:
+    """First long samples at one size, then the others at another; None where that is not faster than `limit`.
+
+    Wide packs of several long samples are more even than dominated slots, whose rest is shared for nothing.
     """
-    levels = batch.levels_within(batch.min_work() // _BAND_PART)
-    work, used = batch.costs << np.arange(batch.num_levels)[:, None], np.unique(levels).tolist()
-    best: list[tuple[int, list[tuple[Ints, Plan]]]] = [(0, [])]  # time and bands of the smallest sizes
-    for stop, highest in enumerate(used, start=1):
-        # What is left takes at least its work at the smallest size.
-        rest = int(batch.at(work, batch.min_levels)[levels > highest].sum()) // batch.dp_cp_size
-        shortest, bands = limit - rest, list[tuple[Ints, Plan]]()
-        for start, (before, lower) in enumerate(best):
-            ids = np.flatnonzero((levels >= used[start]) & (levels <= highest))
-            for level in used[start:stop]:
-                if before + int(work[level, ids].sum()) // batch.dp_cp_size >= shortest:
-                    continue
-                band = batch.take(ids)
-                plan = _plan_at_size(band, level)
-                if plan is not None and (time := before + band.time(plan.microbatch_of, plan.cp_sizes)) < shortest:
-                    shortest, bands = time, [*lower, (ids, plan)]
-        best.append((shortest if bands else limit, bands))
-    if not best[-1][1]:
-        return []
     rank_of, slot_of = np.zeros((2, batch.num_samples), dtype=np.int64)
     sizes = np.zeros((batch.dp_cp_size, 0), dtype=np.int64)
-    for ids, plan in best[-1][1]:
+    for ids in (np.flatnonzero(is_long), np.flatnonzero(~is_long)):
+        part = batch.take(ids)
+        plan = _plan_at_any_size(part, limit=limit)
+        if plan is None:
+            return None
+        limit -= _time(part, plan)
         rank_of[ids], slot = np.divmod(plan.microbatch_of, plan.cp_sizes.shape[1])
         slot_of[ids] = slot + sizes.shape[1]
         sizes = np.concatenate([sizes, plan.cp_sizes], axis=1)
-    return [Plan(rank_of * sizes.shape[1] + slot_of, sizes)]
+    return Plan(rank_of * sizes.shape[1] + slot_of, sizes)
 
 
 def _plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
@@ -124,31 +116,21 @@ def _plan_at_size(batch: SizedBatch, level: int) -> Plan | None:
 
 def _plan_on_tree(batch: SizedBatch) -> Plan:
     """Samples on nodes so that the largest load is least, then packed node by node, slots from the root down."""
-    local, floor, plans = batch.with_local_experts(), batch.min_work(), list[Plan]()
-    # The number of micro-batches of a rank is not known: their fixed costs by tokens, none, or for each shared sample.
-    whole, part = divmod(batch.per_microbatch, batch.cap)
-    tokens = np.minimum(local.tokens, batch.cap)  # no sample pays for more than one
-    by_tokens = whole * tokens + part * tokens // batch.cap
-    by_sharing = np.zeros_like(by_tokens)
-    by_sharing[1:] = batch.per_microbatch
-    for fixed in (by_tokens, 0, by_sharing) if batch.per_microbatch else (0,):
-        estimate = replace(local, costs=local.costs + fixed)
-        best: tuple[Ints, Ints, int] | None = None
-        low, step, num_placed = floor, floor // (4 * _TOLERANCE), 0
-        while best is None or (num_placed < _MAX_PLACED and best[2] - low > max(floor // _TOLERANCE, 1)):
-            target = low + step if best is None else (low + best[2]) // 2
-            nodes = _nodes_within(estimate, target=target)
-            num_placed += batch.num_samples
-            if nodes is None:
-                low, step = target, 2 * step + 1
-            else:
-                best = nodes
-        plans.append(_pack_nodes(batch, levels=best[0], nodes=best[1]))
-    return min(plans, key=lambda plan: batch.time(plan.microbatch_of, plan.cp_sizes))
+    local, low = batch.with_local_experts(), batch.min_work()
+    # The number of micro-batches of a rank is not known: a sample pays for a part of one, by its tokens.
+    local = replace(local, costs=local.costs + batch.per_microbatch * np.minimum(local.tokens, batch.cap) // batch.cap)
+    high = low + low // _TOLERANCE
+    while (best := _nodes_within(local, target=high)) is None:
+        high = 2 * high - low + 1
+    while high - low > max(low // _TOLERANCE, 1):
+        middle = (low + high) // 2
+        nodes = _nodes_within(local, target=middle)
+        low, high, best = (middle, high, best) if nodes is None else (low, middle, nodes)
+    return _pack_nodes(batch, levels=best[0], nodes=best[1])
 
 
-def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] | None:
-    """Level and node of every sample and the largest load of a rank; None if that would exceed the target."""
+def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints] | None:
+    """Level and node of every sample; None if the load of a rank would exceed the target."""
     preferred = batch.levels_within(target)
     levels, nodes, loads = preferred.copy(), np.zeros_like(preferred), np.zeros(batch.dp_cp_size, dtype=np.int64)
 
@@ -174,7 +156,7 @@ def _nodes_within(batch: SizedBatch, *, target: int) -> tuple[Ints, Ints, int] |
             if not any(assign(ids[count : count + 1], larger) for larger in range(level + 1, batch.num_levels)):
                 return None
             ids = ids[count + 1 :]
-    return levels, nodes, int(loads.max())
+    return levels, nodes
 
 
 def _pack_nodes(batch: SizedBatch, *, levels: Ints, nodes: Ints) -> Plan:
@@ -244,7 +226,7 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
         load = outline.load
         for _ in range(_LOADS_TRIED):
             num_filled += batch.num_samples
-            packs, excess = _fill(local, outline, load=load)
+            packs = _fill(local, outline, load=load)
             plan = _shelve(batch, packs)
             times: Ints = batch.kind_grids(plan.microbatch_of, plan.cp_sizes).max(axis=1)
             order = np.arange(plan.cp_sizes.shape[1], dtype=np.int64)
@@ -254,9 +236,9 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
             if best is None or time < best[0]:
                 rank, slot = np.divmod(plan.microbatch_of, order.size)
                 best = time, Plan(rank * order.size + np.argsort(order)[slot], plan.cp_sizes[:, order])
-            if not excess:
+            if packs.spare.size <= outline.num_slots:
                 break
-            load += max(excess // (outline.num_slots * batch.dp_cp_size), load // 256) + 1
+            load += load // 64 + 1
     assert best is not None, "there is an outline for any samples"
     return best[1]
 
@@ -264,9 +246,7 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
 def _outlines(batch: SizedBatch) -> list[_Outline]:
     """Numbers of slots and limits to try, the most promising first."""
     smallest = -(-batch.min_slots // batch.multiple)
-    numbers = set(range(smallest, smallest + 6)) | {-(-smallest * sixteenths // 16) for sixteenths in _SLOT_SIXTEENTHS}
-    if batch.waiting.is_makespan:
-        numbers |= {smallest * factor for factor in _SLOT_MULTIPLES}
+    numbers = {*range(smallest, smallest + 6), *(-(-smallest * sixteenths // 16) for sixteenths in _SLOT_SIXTEENTHS)}
     floor = batch.min_work()
     outlines: list[_Outline] = []
     for num_slots in sorted(number * batch.multiple for number in numbers):
@@ -277,33 +257,19 @@ def _outlines(batch: SizedBatch) -> list[_Outline]:
 
 
 def _outline(batch: SizedBatch, num_slots: int, *, limit: int) -> _Outline:
-    """Lowers the load of ordinary slots to what costlier samples, and what fills their slots, do not hold."""
-    levels = batch.levels_within(limit)
-    costs, tokens = batch.at(batch.costs, levels), batch.at(batch.tokens, levels)
+    """A slot lasts as long as its costliest sample, the longest come first, or as what the others have to hold."""
+    levels, slots, ranks = batch.levels_within(limit), np.arange(num_slots), batch.dp_cp_size
+    costs = batch.at(batch.costs, levels)
     order = np.argsort(-costs, kind="stable")
-    costs, tokens, widths = costs[order], tokens[order], 1 << levels[order]
-    ends, areas = np.cumsum(widths), np.cumsum(costs * widths)
-    total, ranks = int(areas[-1]), batch.dp_cp_size
-    load = total // (num_slots * ranks)
-    while True:
-        num_dominant = int(np.searchsorted(-costs, -load))
-        num_dominated = -(-int(ends[num_dominant - 1]) // ranks) if num_dominant else 0
-        tops = costs[np.searchsorted(ends, np.arange(num_dominated) * ranks, side="right")]
-        area = int(areas[num_dominant - 1]) if num_dominant else 0
-        spare = num_dominated * ranks - int(ends[num_dominant - 1]) if num_dominant else 0
-        if spare and num_dominant < costs.size:
-            by_tokens = batch.cap * int(costs[num_dominant]) // max(int(tokens[num_dominant]), 1)
-            area += spare * min(int(tops[-1]), by_tokens)
-        low = num_slots - num_dominated
-        lower = max(total - area, 0) // (low * ranks) if low > 0 else load
-        if lower >= load - load // 1024:
-            break
-        load = lower
-    # Slots that dominant samples need beyond the number are added.
-    count = max(num_slots, num_dominated)
+    costs, widths = costs[order], 1 << levels[order]
+    first: Ints = np.cumsum(widths).searchsorted(slots * ranks, side="right")
+    tops, areas = np.append(costs, 0)[first], np.append(0, np.cumsum(costs * widths))
+    # What each of the slots from this one on would have to hold.
+    even = (areas[-1] - areas[first]) // (ranks * (num_slots - slots))
+    load = int(even[even >= tops].min(initial=int(even[0])))
     pipeline = batch.waiting.pipeline
     idle = (pipeline.num_stages - 1) * (load + batch.per_microbatch) // pipeline.num_chunks
-    time = int(tops.sum()) + max(low, 0) * load + count * batch.per_microbatch + idle
+    time = int(np.maximum(tops, load).sum()) + num_slots * batch.per_microbatch + idle
     return _Outline(time, num_slots=num_slots, limit=limit, load=load + load // 512)
 
 
@@ -354,19 +320,21 @@ class _Packs:
         return max(-(-costs // max(self.load, 1)), -(-tokens // self.batch.cap), int(ids.size > 0))
 
 
-def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> tuple[_Packs, int]:
-    """Packs for all samples, in dominated slots up to their dominant sample, else of `load`; and the work beyond."""
+def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> _Packs:
+    """Packs for all samples, in dominated slots up to their dominant sample, else of `load`."""
     levels = batch.levels_within(outline.limit)
     costs, tokens = batch.at(batch.costs, levels), batch.at(batch.tokens, levels)
     high = np.flatnonzero((costs > load) | (tokens > batch.cap))
     high = high[np.lexsort((-levels[high], -costs[high]))]
-    slot_of, tops, spare = _first_fit(costs[high], levels[high], dp_cp_size=batch.dp_cp_size)
+    widths = 1 << levels[high]
+    slot_of = (np.cumsum(widths) - 1) // batch.dp_cp_size  # nearly those of `_shelve`
+    tops = costs[high][np.unique(slot_of, return_index=True)[1]]
+    spare = (batch.dp_cp_size - sums(widths, slot_of, tops.size)).clip(0)
     pack_of = np.full(batch.num_samples, -1, dtype=np.int64)
     pack_of[high] = np.arange(high.size)
     room = np.where(tokens[high] > batch.cap, -1, batch.cap - tokens[high])
     packs = _Packs(batch, levels[high], tops[slot_of] - costs[high], room, pack_of, tops, spare, load)
     packs.add_slots(max(outline.num_slots - tops.size, 0))
-    excess = 0
     for level in range(batch.num_levels - 1, -1, -1):
         ids = np.flatnonzero((levels == level) & (pack_of < 0))
         ids = ids[np.argsort(-costs[ids], kind="stable")]
@@ -379,9 +347,8 @@ def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> tuple[_Packs, i
                 continue
             for larger in range(level + 1, batch.num_levels):
                 ids = packs.assign(ids, larger)
-            excess += int((batch.costs[level, ids] << level).sum())
             packs.add_slots(-(-(packs.num_required(ids, level) << level) // batch.dp_cp_size))
-    return packs, excess
+    return packs
 
 
 def _shelve(batch: SizedBatch, packs: _Packs) -> Plan:
@@ -391,30 +358,27 @@ def _shelve(batch: SizedBatch, packs: _Packs) -> Plan:
     counts = np.bincount(pack_of, minlength=levels.size)
     order = np.flatnonzero(counts)
     order = order[np.lexsort((-levels[order], -loads[order]))]
-    slot_of, _, spare = _first_fit(loads[order], levels[order], dp_cp_size=batch.dp_cp_size)
+    slot_of = _first_fit(levels[order], dp_cp_size=batch.dp_cp_size)
+    num_filled = int(slot_of.max()) + 1
     slots, ranks = np.zeros((2, levels.size), dtype=np.int64)
-    for slot in range(spare.size):
+    for slot in range(num_filled):
         members = order[slot_of == slot]
         # The largest first, so that each starts at a multiple of its size.
         by_size = members[np.lexsort((members, -levels[members]))]
         slots[members], ranks[by_size] = slot, np.cumsum(1 << levels[by_size]) - (1 << levels[by_size])
-    num_slots = np.full(batch.dp_cp_size, -(-spare.size // batch.multiple) * batch.multiple)
+    num_slots = np.full(batch.dp_cp_size, -(-num_filled // batch.multiple) * batch.multiple)
     return _sized_plan(ranks[pack_of], slots[pack_of], levels=levels[pack_of], num_slots=num_slots)
 
 
-def _first_fit(costs: Ints, levels: Ints, *, dp_cp_size: int) -> tuple[Ints, Ints, Ints]:
-    """Slots of packs that come by descending cost: the slot of each; of each slot its time and its free ranks."""
-    slot_of: list[int] = []
-    times: list[int] = []
-    spare: list[int] = []
-    first_open = 0
-    for cost, level in zip(costs.tolist(), levels.tolist(), strict=True):
+def _first_fit(levels: Ints, *, dp_cp_size: int) -> Ints:
+    """The slot of each pack, in their order."""
+    slot_of, spare, first_open = list[int](), list[int](), 0  # spare: free ranks of each slot
+    for level in levels.tolist():
         while first_open < len(spare) and not spare[first_open]:
             first_open += 1
         slot = next((slot for slot in range(first_open, len(spare)) if spare[slot] >> level), len(spare))
         if slot == len(spare):
-            times.append(cost)
             spare.append(dp_cp_size)
         spare[slot] -= 1 << level
         slot_of.append(slot)
-    return np.array(slot_of, dtype=np.int64), np.array(times, dtype=np.int64), np.array(spare, dtype=np.int64)
+    return np.array(slot_of, dtype=np.int64)
