@@ -146,15 +146,15 @@ def min_time_of_forest(batch: ForestBatch) -> int:
 
     A micro-batch with node v holds at most `cap - end(v)` tokens below it, and in a time T a rank with v has T less the
     path to v for the cost below it: so many copies of v there are at least, and as many as of a child. T is possible
-    only if all copies fit on the ranks; the least is found by halving. Over-long samples run alone.
+    only if all copies fit on the ranks; the least is found by halving. An over-long sample fills a micro-batch.
     """
-    ends, forest, over = batch.ends, batch.forest, batch.alone.oversized
-    used, alone = np.zeros(ends.num_samples, dtype=np.bool_), forest.node_of[over]
-    paths = np.delete(forest.paths, over, axis=1)
-    used[paths[paths >= 0]] = True
-    tokens, costs = np.where(used, batch.nodes.weights, 0), np.where(used, batch.nodes.costs.sum(axis=0), 0)
-    work, path_costs = costs + np.where(used, batch.nodes.expert_cost, 0), ends.costs.sum(axis=0)
-    fixed_work = int(path_costs[alone].sum() + ends.expert_cost[alone].sum())
+    ends, forest = batch.ends, batch.forest
+    used = np.zeros(ends.num_samples, dtype=np.bool_)
+    used[forest.paths[forest.paths >= 0]] = True
+    path_tokens, path_costs = ends.weights.clip(max=ends.cap), ends.costs.sum(axis=0)
+    tokens = np.where(used, path_tokens - path_tokens[np.append(forest.parent, -1)], 0)
+    costs = np.where(used, batch.nodes.costs.sum(axis=0), 0)
+    work = costs + np.where(used, batch.nodes.expert_cost, 0)
 
     def copies(values: Ints, room: Ints) -> Ints:
         """Of each node, if a copy leaves so much room for what is below it."""
@@ -166,15 +166,15 @@ def min_time_of_forest(batch: ForestBatch) -> int:
             np.add.at(below, parents, least[nodes] * values[nodes] + below[nodes])
         return least
 
-    by_tokens = copies(tokens, ends.cap - ends.weights)
-    slots = over.size + -(-int(by_tokens @ tokens) // ends.cap)
+    by_tokens = copies(tokens, ends.cap - path_tokens)
+    slots = -(-int(by_tokens @ tokens) // ends.cap)
     slots = max(-(-slots // (ends.num_ranks * ends.multiple)), 1) * ends.multiple
     largest = largest_sample(batch.alone)
-    low = max(largest, -(-(int(work.sum()) + fixed_work) // ends.num_ranks))
+    low = max(largest, -(-int(work.sum()) // ends.num_ranks))
     high = max(low, int(batch.alone.costs.sum() + batch.alone.expert_cost.sum()))
     while low < high:
         time = (low + high) // 2
-        needed = int(np.maximum(by_tokens, copies(costs, time - path_costs)) @ work) + fixed_work
+        needed = int(np.maximum(by_tokens, copies(costs, time - path_costs)) @ work)
         low, high = (low, time) if needed <= time * ends.num_ranks else (time + 1, high)
     fixed = ends.per_microbatch
     work = max(low + slots * fixed, slots * ends.gather)

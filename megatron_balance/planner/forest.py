@@ -99,12 +99,7 @@ class Forest:
         sample = np.repeat(np.arange(total.size), chains.counts)
         is_first = np.diff(sample, prepend=-1) > 0
         _, example, node = np.unique(chains.hashes, return_index=True, return_inverse=True)
-        before = np.where(is_first, -1, np.roll(node, 1))
-        # A hash that follows another one elsewhere, or is of other tokens, is equal by chance: the chain ends there.
-        is_sound = (before == before[example][node]) & (chains.ends == chains.ends[example][node])
-        unsound = np.append(0, np.cumsum(~is_sound))
-        stops = np.cumsum(chains.counts)
-        is_sound = unsound[1:] == np.repeat(unsound[stops - chains.counts], chains.counts)
+        is_sound = chains.ends == chains.ends[example][node]  # else equal by chance
         users = np.bincount(node[is_sound], minlength=example.size)
         # Of hashes that the same samples have in common, the last is a node.
         followers = np.append(np.where(is_first | ~is_sound, 0, users[node])[1:], 0)
@@ -163,36 +158,21 @@ class Forest:
     @cached_property
     def branches(self) -> Ints:
         """`[num_samples]` the last node that each sample of `order` shares with the one before it, or -1."""
-        paths = self.paths[:, self.order]
-        same = np.logical_and.accumulate((paths[:, 1:] == paths[:, :-1]) & (paths[:, 1:] >= 0), axis=0).sum(axis=0)
-        nodes = np.take_along_axis(paths[:, 1:], (same - 1).clip(0)[None], axis=0)[0]
-        return np.concatenate([np.full(min(1, paths.shape[1]), -1), np.where(same > 0, nodes, -1)])
-
-    @cached_property
-    def shared(self) -> Ints:
-        """`[num_samples]` tokens that the sample at each position of `order` shares with the one before it."""
-        return np.where(self.branches < 0, 0, self.ends[self.branches])
+        branches = np.full(self.order.size, -1)
+        branches[1:] = self._last_shared(self.order[:-1], self.order[1:])
+        return branches
 
     def starts(self, microbatch_of: Ints) -> Ints:
         """`[num_samples]` the node where each sample leaves the one before it in its micro-batch, -1 where none is."""
-        place = microbatch_of[self.order]
-        position = np.argsort(place, kind="stable")
-        follows = place[position[1:]] == place[position[:-1]]
-        first, last = position[:-1][follows] + 1, position[1:][follows] + 1
-        # What two samples share is the least that neighbours share between them.
-        level = np.frexp((last - first).astype(np.float64))[1] - 1  # the largest power of two that is not above
-        left, right = self._least[level, first], self._least[level, last - (1 << level)]
-        least = np.where(self.shared[left] <= self.shared[right], left, right)
-        starts = np.full(place.size, -1)
-        starts[self.order[last - 1]] = self.branches[least]
+        samples = self.order[np.argsort(microbatch_of[self.order], kind="stable")]
+        before, after = samples[:-1], samples[1:]
+        follows = microbatch_of[before] == microbatch_of[after]
+        starts = np.full(samples.size, -1)
+        starts[after[follows]] = self._last_shared(before[follows], after[follows])
         return starts
 
-    @cached_property
-    def _least(self) -> Ints:
-        """`[level, position]`: where the least of `shared` stands in the `2**level` positions from each on."""
-        table = [np.arange(self.shared.size)]
-        while 2 ** len(table) <= self.shared.size:
-            left = table[-1]
-            right = left[np.minimum(np.arange(left.size) + 2 ** (len(table) - 1), left.size - 1)]
-            table.append(np.where(self.shared[left] <= self.shared[right], left, right))
-        return np.stack(table)
+    def _last_shared(self, first: Ints, second: Ints) -> Ints:
+        """The last node that pairs of samples have in common, or -1."""
+        paths = self.paths[:, second]
+        # A node comes after its parent.
+        return np.where(self.paths[:, first] == paths, paths, -1).max(axis=0, initial=-1)
