@@ -29,8 +29,8 @@ from megatron_balance.report.figures import PolicyFigures
 from megatron_balance.topology import Limits, Topology
 
 _MEANS = (
-    *("step_imbalance", "microbatch_imbalance", "pipeline_imbalance", "unavoidable_waiting", "padding_fraction"),
-    *("num_microbatches", "mean_cp_size", "computed_tokens"),
+    *("step_imbalance", "unavoidable_waiting", "padding_fraction", "num_microbatches", "mean_cp_size"),
+    "computed_tokens",
 )
 
 

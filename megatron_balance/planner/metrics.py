@@ -6,7 +6,7 @@ at all, such as the stock order, is an `Assignment` as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,10 +36,6 @@ class ScheduleMetrics:
         unavoidable_waiting: the part of the GPUs' time that they wait even in a plan at its lower bound, since a sample
             is not cut at these context-parallel sizes: larger sizes remove it.
         step_imbalance: costliest rank over the mean rank.
-        microbatch_imbalance: sum over slots of the costliest rank that meets there, of the slowest group,
-            over the sum of the means.
-        pipeline_imbalance: longest makespan over that of the same number of equal micro-batches, so that their
-            bubble is not counted; step_imbalance where there is one stage.
         padding_fraction: padding over padded tokens.
         peak_tokens: padded tokens of the fullest micro-batch; with dynamic sizes of a rank's part of it.
         cap_headroom: 1 - peak_tokens / cap, below 0 where a sample is over-long; None without a token cap.
@@ -55,8 +51,6 @@ class ScheduleMetrics:
     over_bound: float
     unavoidable_waiting: float
     step_imbalance: float
-    microbatch_imbalance: float
-    pipeline_imbalance: float
     padding_fraction: float
     peak_tokens: int
     cap_headroom: float | None
@@ -86,8 +80,6 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
     microbatch_of, cp_sizes, padded = assignment.microbatch_of, assignment.cp_size_grid, assignment.padded_lengths
     batch = batch_of(assignment)
     grid, predicted, bound = gpu_costs(batch, microbatch_of, cp_sizes, topology=topology)
-    samples = batch.computed(microbatch_of) if isinstance(batch, ForestBatch) else batch
-    step_imbalance = slowest_over_mean(grid, objective="step", topology=topology)
     # With sizes of their own the cap is a rank's, else that of all context-parallel ranks together.
     held, cap = assignment.microbatch_tokens(), limits.max_tokens_per_microbatch(topology)
     if topology.dynamic_cp:
@@ -99,13 +91,7 @@ def plan_metrics(assignment: Assignment) -> ScheduleMetrics:
         lower_bound=bound,
         over_bound=predicted / bound if bound else 1.0,
         unavoidable_waiting=unavoidable_waiting(grid, lower_bound=bound),
-        step_imbalance=step_imbalance,
-        microbatch_imbalance=slowest_over_mean(grid, objective="microbatch", topology=topology),
-        pipeline_imbalance=(
-            step_imbalance
-            if topology.pp_size == 1
-            else _pipeline_imbalance(microbatch_of, cp_sizes, batch=samples, topology=topology)
-        ),
+        step_imbalance=slowest_over_mean(grid, objective="step", topology=topology),
         padding_fraction=int((padded - original).sum()) / max(int(padded.sum()), 1),
         peak_tokens=peak,
         cap_headroom=None if cap is None else 1 - peak / cap,
@@ -144,13 +130,3 @@ def unavoidable_waiting(grid: NDArray[Any], *, lower_bound: int) -> float:
         0.6666666666666667
     """
     return max(1 - float(grid.sum()) / (len(grid) * lower_bound), 0.0) if lower_bound else 0.0
-
-
-def _pipeline_imbalance(microbatch_of: Ints, cp_sizes: Ints, *, batch: Batch | SizedBatch, topology: Topology) -> float:
-    """See ScheduleMetrics."""
-    grid = batch.cost_grid(microbatch_of, cp_sizes)
-    # Ranks that meet in micro-batches do so on every stage; with sizes of their own all do.
-    objective = "microbatch" if topology.dynamic_cp and topology.sync_size > 1 else "pipeline"
-    judged = replace(batch, waiting=waiting(objective, topology=topology), kinds=())
-    even = judged.waiting.times(np.full((1, 1, grid.shape[1]), -(-int(grid.sum()) // grid.size)))
-    return judged.time(microbatch_of, cp_sizes) / int(even[0]) if even[0] else 1.0

@@ -23,7 +23,6 @@ def test_figures_by_hand():
     assert metrics.lower_bound == 15
     assert metrics.over_bound == pytest.approx(20 / 15)
     assert metrics.step_imbalance == pytest.approx(20 / 15)
-    assert metrics.microbatch_imbalance == pytest.approx((16 + 4) / 15)
     assert metrics.peak_tokens == 16
     assert metrics.cap_headroom == pytest.approx(0.2)
     assert metrics.num_over_cap == 0
@@ -66,7 +65,7 @@ def test_figures_of_sizes_of_their_own_by_hand():
     # Four ranks share the long sample, and what each receives takes longer than its attention; then a short one each.
     shared, alone = (2000 * 1000 + 3 * 800 * 2000) // 4, 500 * 1000 + 500**2
     assert metrics.predicted_cost == metrics.lower_bound == shared + alone
-    assert (metrics.over_bound, metrics.step_imbalance, metrics.microbatch_imbalance) == (1, 1, 1)
+    assert (metrics.over_bound, metrics.step_imbalance) == (1, 1)
     assert metrics.mean_cp_size == (2000 * 4 + 2000) / 4000
     assert (metrics.peak_tokens, metrics.cap_headroom) == (500, 1 - 500 / 512)
     assert (metrics.num_microbatches, metrics.num_over_cap) == (2, 0)
