@@ -157,8 +157,8 @@ class DataSchedule(Assignment):
         ... )
         >>> print(schedule)
         2 ranks × 1 micro-batch, 1.100 × bound
-        >>> schedule.microbatch(0, 0), schedule.cost_grid.tolist()
-        ((0, 3), [[11], [9]])
+        >>> schedule.ranks, schedule.cost_grid.tolist()
+        ((((0, 3),), ((1, 2),)), [[11], [9]])
     """
 
     cost_grid: NDArray[Any]
@@ -219,10 +219,6 @@ class DataSchedule(Assignment):
         cap, size = self.limits.max_tokens_per_gpu, self.topology.dynamic_cp_sizes[-1]
         tokens = self.padded(np.full_like(self.lengths, size))
         return () if cap is None else tuple(np.flatnonzero(tokens > cap * size).tolist())
-
-    def microbatch(self, rank: int, slot: int) -> tuple[int, ...]:
-        """The sample ids of a micro-batch, ascending."""
-        return self.ranks[rank][slot]
 
     @property
     def cp_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -289,39 +285,26 @@ class DataSchedule(Assignment):
 def _check_places(schedule: DataSchedule) -> None:
     """`placed once`, `aligned`, `even slots`, `last slot`."""
     topology, sizes, microbatch_of = schedule.topology, schedule.cp_size_grid, schedule.microbatch_of
-    num_ranks = topology.dp_cp_size if topology.dynamic_cp else topology.dp_size
-    shape = (num_ranks, schedule.num_microbatches)
+    shape = (topology.dp_cp_size if topology.dynamic_cp else topology.dp_size, schedule.num_microbatches)
     require(sizes.shape == schedule.cost_grid.shape == shape, "even slots", f"the grids have no shape {shape}")
-    num_slots = (sizes > 0).sum(axis=1)
-    in_front = bool(((np.arange(shape[1]) < num_slots[:, None]) == (sizes > 0)).all()) and bool((num_slots > 0).all())
+    exists = sizes > 0
+    in_front = bool(exists[:, 0].all()) and bool((exists[:, 1:] <= exists[:, :-1]).all())
     require(in_front, "even slots", "a rank has no micro-batch, or a gap between them")
     if not topology.dynamic_cp or topology.has_equal_counts or schedule.objective != "step":
-        even = bool((num_slots == shape[1]).all()) and shape[1] % topology.microbatch_multiple == 0
+        even = bool(exists.all()) and shape[1] % topology.microbatch_multiple == 0
         require(even, "even slots", "ranks have different numbers of slots, or no multiple of microbatch_multiple")
 
-    known = microbatch_of.shape == schedule.lengths.shape and bool(
-        ((microbatch_of >= 0) & (microbatch_of < sizes.size)).all()
-    )
-    require(known, "placed once", "a sample is missing, or its slot does not exist")
-    is_first = sizes.reshape(-1)[microbatch_of] > 0
-    is_first &= schedule.owner_slots().reshape(-1)[microbatch_of] == microbatch_of
-    require(bool(is_first.all()), "placed once", "a sample is not on the first rank of a micro-batch")
-
-    if not topology.dynamic_cp:
-        require(bool((sizes == topology.cp_size).all()), "aligned", "a size is not that of the topology")
-        return
-    require(bool(np.isin(sizes, [0, *topology.dynamic_cp_sizes]).all()), "aligned", "a size is none of the topology's")
-    first, slot = np.divmod(microbatch_of, shape[1])
-    shared, size_of = np.minimum(sizes, 1), sizes[first, slot]
-    together = bool((first + size_of <= num_ranks).all())
-    for size in topology.dynamic_cp_sizes:
-        of_size = (size_of == size) & (first + size <= num_ranks)
-        shared[first[of_size, None] + np.arange(size), slot[of_size, None]] = size
-    require(together and np.array_equal(shared, sizes), "aligned", "ranks disagree on the micro-batch that they share")
-    slots = np.broadcast_to(np.arange(shape[1]), shape)
-    is_last = slots == num_slots[:, None] - 1
-    is_last_of_first = is_last[schedule.owner_slots() // shape[1], slots]
-    require(bool((is_last == is_last_of_first)[sizes > 0].all()), "last slot", "it is the last of some ranks only")
+    owners = schedule.owner_slots()
+    known = microbatch_of.shape == schedule.lengths.shape and bool(np.isin(microbatch_of, owners[exists]).all())
+    require(known, "placed once", "a sample is missing, or not on the first rank of a micro-batch")
+    allowed = bool(np.isin(sizes[exists], topology.dynamic_cp_sizes).all())
+    require(allowed, "aligned", "a size is none of the topology's")
+    if topology.dynamic_cp:
+        members = np.bincount(owners[exists], minlength=sizes.size)
+        require(bool((members[owners] == sizes)[exists].all()), "aligned", "ranks disagree on a micro-batch they share")
+        is_last = exists & (np.cumsum(exists, axis=1) == exists.sum(axis=1)[:, None])
+        agree = is_last.reshape(-1)[owners] == is_last
+        require(bool(agree[exists].all()), "last slot", "it is the last of some ranks only")
 
 
 def _check_cap(schedule: DataSchedule) -> None:

@@ -228,7 +228,7 @@ def test_plans_of_one_batch_can_be_compared_and_are_described_in_a_line():
     few = plan([7, 5, 4, 4])
     assert str(few) == "2 ranks × 1 micro-batch, 1.100 × bound"
     assert repr(few) == f"<DataSchedule of 4 samples: {few}>"
-    assert few.microbatch(1, 0) == (1, 2)
+    assert few.ranks[1][0] == (1, 2)
     assert str(fixed).startswith("4 ranks × ")
     assert "micro-batches" in str(fixed)
 
