@@ -354,7 +354,7 @@ def balance_trainer(
         lengths,
         global_batch_size=trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size,
         num_microbatches=args.gradient_accumulation_steps,
-        model=_shape(trainer.model) if model is None else model,
+        model=ModelShape.from_hf_config(trainer.model.config.to_dict()) if model is None else model,
         padded=not joins if padded is None else padded,
         num_replicas=args.world_size,
         rank=args.process_index,
@@ -376,7 +376,6 @@ def balance_trainer(
 def _check_settings(trainer: Any) -> None:
     """Refuses settings with which a step's loss depends on its micro-batches, as stock's own does with them."""
     args, config = trainer.args, trainer.args.accelerator_config
-    strategy = getattr(args, "train_sampling_strategy", "random")  # group_by_length before transformers 5
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     for is_set, words in (
         (config.split_batches, "split_batches=True cuts micro-batches anew: leave it out"),
@@ -386,11 +385,6 @@ def _check_settings(trainer: Any) -> None:
             "average_tokens_across_devices=False lets each rank divide by its own tokens, so that losses depend on "
             "which rank runs a sample: set it True",
         ),
-        (
-            strategy != "random" or getattr(args, "group_by_length", False),
-            f"train_sampling_strategy={strategy!r} is an order of its own: leave it out",
-        ),
-        (not hasattr(trainer.train_dataset, "__len__"), "train_dataset has no length: use BalancedStream"),
         (
             getattr(parallel, "non_data_parallel_size", 1) > 1,
             "ParallelismConfig has tensor, context or sequence parallelism: return from get_train_dataloader the "
@@ -405,12 +399,3 @@ def _check_settings(trainer: Any) -> None:
             "depends on which samples share one, balanced or not.",
             stacklevel=3,
         )
-
-
-def _shape(model: Any) -> ModelShape:
-    try:
-        return ModelShape.from_hf_config(model.config.to_dict())
-    except (AttributeError, BalanceError) as error:
-        raise BalanceError(
-            f"The trainer's model has no configuration to count FLOPs from: give model=. {error}"
-        ) from None

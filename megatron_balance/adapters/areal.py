@@ -22,7 +22,6 @@ one rank, with equal bits; evaluation stays on every rank, and nothing changes o
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -221,11 +220,13 @@ def redistribute(
     if isinstance(trajectories, RedistributedData):
         return trajectories  # of `_raised_on_all`
     group = group_or_world(group)
-    content = _agreed(attempt(_pickled, trajectories), group=group)
-    contents: list[Any] = [None] * group.size()
-    dist.all_gather_object(contents, content, group=group)
-    # From here on all ranks know the same, so an error raises on every one. Bytes are of ranks of this run.
-    all_data = [trajectory for content in contents for trajectory in pickle.loads(content)]  # noqa: S301
+    outcome = attempt(_on_host, trajectories)
+    outcomes: list[Any] = [None] * group.size()
+    dist.all_gather_object(outcomes, outcome.text if isinstance(outcome, Failure) else outcome, group=group)
+    # From here on all ranks know the same, so an error raises on every one.
+    if errors := [text for text in outcomes if isinstance(text, str)]:
+        raise BalanceError(errors[0])
+    all_data = [trajectory for of_rank in outcomes for trajectory in of_rank]
     lengths = [sequence_lengths(trajectory) for trajectory in all_data]
     parts = divide(lengths, dp_size=group.size(), cost_model=cost_model, equal_count=False)
     device = buffer_device(group)
@@ -233,11 +234,11 @@ def redistribute(
     return RedistributedData(all_data=all_data, data=data, rank=group.rank(), group_indices=parts)
 
 
-def _pickled(trajectories: Sequence[Batch]) -> bytes:
+def _on_host(trajectories: Sequence[Batch]) -> list[Batch]:
     def copied(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu().clone()  # pickle would save all of the storage that a tensor is a part of
 
-    return pickle.dumps([tree_map_only(Tensor, copied, trimmed(trajectory)) for trajectory in trajectories])
+    return [tree_map_only(Tensor, copied, trimmed(trajectory)) for trajectory in trajectories]
 
 
 def _raised_on_all(cost_model: CostModel, stock: Function, self: Any, trajectories: list[Batch] | None) -> list[Batch]:

@@ -93,7 +93,7 @@ def item_lengths(item: Mapping[str, Any]) -> list[int]:
     if isinstance(mask, Tensor):
         return sequence_lengths(item)
     for value in (mask, *item.values()):
-        tensor = value if isinstance(value, Tensor) else getattr(value, "data", None)
+        tensor = getattr(value, "data", None)  # of a tensor itself
         if isinstance(tensor, Tensor) and tensor.dim() >= 2 and len(tensor):
             return [int(tensor.shape[1])] * len(tensor)
     return [1]

@@ -74,11 +74,8 @@ def sample_costs(lengths: Ints, *, cost_model: CostModel) -> Ints:
     so that numbers of two calls can be added and compared. A sample that costs anything costs at least 1.
     """
     unit = cost_model.quadratic or sum(coefficient for _, coefficient in cost_model.windows) or cost_model.linear or 1
-    unique, inverse = np.unique(lengths, return_inverse=True)
-    # Python integers: FLOPs of a long sample of a large model approach the limit of int64.
-    costs = cost_model(unique.astype(np.int64)).tolist()
-    in_units = [max((2 * cost + unit) // (2 * unit), 1) if cost else 0 for cost in costs]
-    return np.array(in_units, dtype=np.int64)[inverse.reshape(lengths.shape)]
+    costs = cost_model(lengths.reshape(-1).astype(np.int64)).reshape(lengths.shape)
+    return np.maximum((costs + unit // 2) // unit, costs > 0)
 
 
 def even_parts(costs: Sequence[int] | Ints, *, num_parts: int, equal_count: bool) -> list[Ints]:

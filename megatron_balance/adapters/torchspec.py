@@ -195,9 +195,8 @@ def assign_ranks(lengths: Sequence[int], *, dp_size: int, cost: str, turn: int =
     the rank with the longest run changes from turn to turn, so that none is the slowest of all micro-batches of a step.
     """
     if cost == "padded":
-        count = len(lengths) // dp_size
-        runs = bucketed_order(lengths, batch_size=count, bucket_batches=1, epoch=turn)
-        return [sorted(run) for run in runs.reshape(dp_size, count).tolist()]
+        runs = np.argsort(lengths, kind="stable").reshape(dp_size, -1)
+        return [sorted(run) for run in np.roll(runs, turn, axis=0).tolist()]
     return [part.tolist() for part in even_parts(lengths, num_parts=dp_size, equal_count=True)]
 
 

@@ -9,7 +9,6 @@ Invariants: all of it is in place or none; `undo()` restores the original functi
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from megatron_balance.adapters.kit import Function, Hook, Installation
@@ -61,8 +60,6 @@ def _factory() -> Any:
 
 
 def _hooks() -> list[Hook]:
-    if _FACTORY in sys.modules and _factory().is_registered(NAME):
-        raise BalanceError(f"a batch shuffler {NAME!r} is registered already: unregister it, or leave this one out.")
     try:
         from megatron_balance.adapters.recsys import shuffler
     except ModuleNotFoundError as error:

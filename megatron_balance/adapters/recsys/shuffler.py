@@ -74,17 +74,22 @@ def shuffle(
     pending = start_shuffle_async(stock, self, batch, pg_group, *args, **kwargs)
     outputs = [finish_shuffle(stock, self, batch, pending)]
     if return_indices or return_workloads:
-        gathered, size, dp_size = pending.gathered, batch.batch_size, pending.group.size()
-        home = gathered.home_ranks
-        within_rank = np.arange(home.size) - np.searchsorted(home, home)
-        positions = home * size + within_rank
-        indices = _indices(positions, ranks=pending.plan.result(), dp_size=dp_size, batch_size=size)
-        costs = np.zeros(dp_size * size, dtype=np.int64)
-        costs[positions] = gathered.values[:, 0]
-        local = indices[pending.group.rank()]
-        extras = [local] * return_indices + [costs[local]] * return_workloads
+        positions, costs = _origins(pending, batch_size=batch.batch_size)
+        extras = [positions] * return_indices + [costs] * return_workloads
         outputs += [torch.from_numpy(values).to(batch.features.values().device) for values in extras]
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _origins(pending: PendingShuffle, *, batch_size: int) -> tuple[Ints, Ints]:
+    """The positions that this rank's new samples come from, real ones and then padding, and their workloads."""
+    gathered, ranks = pending.gathered, pending.plan.result()
+    rank, dp_size, homes = pending.group.rank(), pending.group.size(), gathered.home_ranks
+    positions = homes * batch_size + np.arange(homes.size) - np.searchsorted(homes, homes)
+    padding = np.setdiff1d(np.arange(dp_size * batch_size), positions, assume_unique=True)
+    num_padding = batch_size - np.bincount(ranks, minlength=dp_size)
+    first, count = num_padding[:rank].sum(), num_padding[rank]
+    costs = np.append(gathered.values[ranks == rank, 0], np.zeros(count, dtype=np.int64))
+    return np.append(positions[ranks == rank], padding[first : first + count]), costs
 
 
 def start_shuffle_async(
@@ -184,13 +189,12 @@ def layer_cost(model: str, *, num_heads: int, head_dim: int) -> CostModel:
     return CostModel.from_shape(shape)
 
 
-def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1) -> Any:
-    """The cost of sequences in int64, whatever the integer type of their lengths: a tensor, or what numpy takes.
+def workloads(lengths: Any, *, cost_model: CostModel, tokens_per_entry: int = 1) -> torch.Tensor:
+    """The cost of sequences in int64, whatever the integer type of their lengths: a tensor, or what torch makes one of.
 
     int32 lengths, which a KeyedJaggedTensor often has, would wrap: 8192 tokens at 4 heads of 256 are far over 2**31.
     """
-    is_tensor = isinstance(lengths, torch.Tensor)
-    num_tokens = (lengths.to(torch.int64) if is_tensor else np.asarray(lengths, dtype=np.int64)) * tokens_per_entry
+    num_tokens = torch.as_tensor(lengths).to(torch.int64) * tokens_per_entry
     return cost_model.linear * num_tokens + cost_model.quadratic * num_tokens * num_tokens
 
 
@@ -201,15 +205,6 @@ def _plan(costs: Ints, *, dp_size: int) -> Ints:
         for rank, part in enumerate(even_parts(costs, num_parts=dp_size, equal_count=True)):
             ranks[part] = rank
     return ranks
-
-
-def _indices(positions: Ints, *, ranks: Ints, dp_size: int, batch_size: int) -> Ints:
-    """The positions of every rank's new samples, `[dp_size, batch_size]`: real ones, then padding, each ascending."""
-    padding = np.setdiff1d(np.arange(dp_size * batch_size), positions, assume_unique=True)
-    rank_of_padding = np.repeat(np.arange(dp_size), batch_size - np.bincount(ranks, minlength=dp_size))
-    # A stable sort by rank keeps real samples before padding, and each of them ascending.
-    order = np.argsort(np.concatenate([ranks, rank_of_padding]), kind="stable")
-    return np.concatenate([positions, padding])[order].reshape(dp_size, batch_size)
 
 
 def _samples(batch: Any, workloads: torch.Tensor) -> Samples:

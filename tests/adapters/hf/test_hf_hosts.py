@@ -66,7 +66,6 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_a_step(num_workers, epoch):
         ({}, {"average_tokens_across_devices": False}, "average_tokens_across_devices=False lets each rank"),
         ({}, {"accelerator_config": {"split_batches": True}}, "split_batches=True cuts micro-batches anew"),
         ({}, {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True deals rows out anew"),
-        ({}, {"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance' is an order"),
         ({"lengths": LENGTHS[:9].tolist()}, {}, "lengths has 9 entries, and the data set 64 rows"),
         ({"max_tokens": 100}, {}, "max_tokens is 100"),
     ],
