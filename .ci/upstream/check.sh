@@ -54,7 +54,7 @@ check_slime() {
         PYTHONPATH=$PYTHONPATH:$checkout "$root/.venv-upstream-slime/bin/python" -m pytest --noconftest \
             -p no:cacheprovider -p slime_plugin "$@"
     }
-    SLIME_CHECKOUT=$checkout .venv/bin/python -m pytest -q -m checkout tests/adapters/slime/test_slime_schedule.py
+    SLIME_CHECKOUT=$checkout .venv/bin/python -m pytest -q -W default -m checkout tests/adapters/slime/test_slime_schedule.py
     cd "$checkout"
     set -- --deselect tests/test_dp_schedule.py::test_balance_data_distributes_by_flops "$@"
     run tests/test_dp_schedule.py tests/test_process_rollout_data.py tests/test_megatron_argument_validation.py \
@@ -63,7 +63,7 @@ check_slime() {
     run --balance-every-scenario tests/test_dp_schedule.py "$@"
 }
 
-check_nemo_rl() { NEMO_RL_CHECKOUT=$checkout .venv/bin/python -m pytest -m checkout tests/adapters/template "$@"; }
+check_nemo_rl() { NEMO_RL_CHECKOUT=$checkout .venv/bin/python -m pytest -W default -m checkout tests/adapters/template "$@"; }
 
 # environment NAME: that of an adapter's tests, with the checkout in place of the release, from a copy: builds write into it.
 environment() {

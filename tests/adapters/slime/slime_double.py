@@ -31,7 +31,8 @@ def put_in_place(monkeypatch, *, checkout=None):
 
     Returns `slime.ray.rollout`, which binds the function by value: without Ray and engines.
     """
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.1")
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.1" if name == "slime" else version(name))
     for name in ("slime", "slime.utils", "slime.ray", "slime.ray.rollout", SCHEDULE):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     if checkout:
