@@ -5,8 +5,8 @@ Each sample is a sequence, padded to a multiple of `token_multiple`. Without con
 With it `cu_seqlens` count real tokens. `max_seqlen` is at least the longest padded length: the unfused thd RoPE makes
 so many rows of angles and slices them by `cu_seqlens_padded`.
 
-A pack is filled up to `num_tokens` with masked sequences of their own, which no real token attends to and whose
-attention costs next to nothing. A dummy is all filler.
+A pack is filled up to `num_tokens` with a masked sequence, which no real token attends to and whose attention costs
+next to nothing. A dummy is all filler.
 
 Attention libraries build or choose a kernel anew for each number of sequences and each `max_seqlen` (Transformer Engine
 2.18 with cuDNN 9.24: `b` in `FADescriptor_v1`). With `few_shapes` both take few values by sequences of length 0 in
@@ -27,12 +27,6 @@ from torch import Tensor
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.samples.sample import Samples, SampleSchema, lengths_key
-
-FILLER_TOKENS = 128
-"""Longest sequence that a pack is filled up with, unless more than MAX_FILLERS were needed."""
-
-MAX_FILLERS = 4
-"""Most sequences that a pack is filled up with."""
 
 LEAST_MAX_SEQLEN = 1152
 MAX_SEQLEN_PART = 8
@@ -133,8 +127,7 @@ def sequence_starts(
             f"least {min_tokens}, which the pack holds."
         )
     missing = num_tokens - int(widths.sum())
-    longest = -(-max(FILLER_TOKENS, -(-missing // MAX_FILLERS)) // token_multiple) * token_multiple
-    filler = np.diff([*range(0, missing, longest), missing])
+    filler = [missing] if missing else []
     widths = np.append(widths, filler)
     # Kernels take the filler's tokens as real; only the loss mask excludes them.
     real = widths if cp_size == 1 else np.append(real, filler)
@@ -184,11 +177,9 @@ def padding_mask(
 
 def with_attention_keys(pack: Mapping[str, Any]) -> dict[str, Any]:
     """A pack of `pack_microbatch` under the keys that Megatron-Bridge's forward steps read; see `with_cu_seqlens`."""
-    renamed: dict[str, Any] = {}
-    for name, value in pack.items():
-        if name in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
-            stem, padded = name.removesuffix("_padded"), "_padded" if name.endswith("_padded") else ""
-            renamed |= {f"{stem}_q{padded}": value, f"{stem}_kv{padded}": value}
-        else:
-            renamed[name] = value
+    renamed = dict(pack)
+    for name in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
+        if name in pack:
+            stem, padded, _ = name.partition("_padded")
+            renamed[f"{stem}_q{padded}"] = renamed[f"{stem}_kv{padded}"] = renamed.pop(name)
     return renamed

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.samples.packing import FILLER_TOKENS
 from megatron_balance.samples.sample import Samples
 
 Ints = NDArray[np.int64]
@@ -45,10 +44,9 @@ class PrefixTree:
     def of(cls, lengths: Sequence[int], shared: Sequence[int], *, num_tokens: int) -> PrefixTree:
         """The tree of samples of these lengths, of which each shares so many tokens with the one before it."""
         filler = num_tokens - (sum(lengths) - sum(shared))
-        fillers = [(min(FILLER_TOKENS, filler - start), 0) for start in range(0, filler, FILLER_TOKENS)]
         positions, ends, multiplicity = np.zeros((3, num_tokens), dtype=np.int64)
         paths, path, place = list[Ints](), np.zeros(0, dtype=np.int64), 0
-        for length, common in [*zip(lengths, shared, strict=True), *fillers]:
+        for length, common in [*zip(lengths, shared, strict=True), (filler, 0)]:
             path = np.append(path[:common], np.arange(place, place + length - common))
             place += length - common
             positions[path], ends[path] = np.arange(length), place

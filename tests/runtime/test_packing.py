@@ -89,7 +89,7 @@ def test_padding_of_each_key():
 @pytest.mark.parametrize("samples", [[], [build(0), build(0)]])
 @pytest.mark.parametrize(
     ("token_multiple", "cp_size", "num_tokens", "fillers"),
-    [(1, 1, None, [1]), (8, 1, None, [8]), (4, 2, None, [4]), (4, 2, 300, [128, 128, 44])],
+    [(1, 1, None, [1]), (8, 1, None, [8]), (4, 2, None, [4]), (4, 2, 300, [300])],
 )
 def test_dummy_is_all_filler_in_the_form_of_any_other_pack(samples, token_multiple, cp_size, num_tokens, fillers):
     sizes = {"token_multiple": token_multiple, "cp_size": cp_size}
@@ -119,10 +119,6 @@ def test_what_cannot_be_packed():
             pack_of(samples, schema=schema_of(build(10)), token_multiple=4, num_tokens=num_tokens)
 
 
-FILLER_TOKENS, MAX_FILLERS = 128, 4
-"""A few sequences fill a pack up, of this length or more where it takes more: attention over them costs little."""
-
-
 @given(
     st.lists(st.integers(0, 400), min_size=1, max_size=8).filter(any),
     st.sampled_from([(1, 1), (4, 1), (4, 2), (16, 4)]),
@@ -144,8 +140,7 @@ def test_a_filled_pack_is_the_pack_with_a_masked_tail(lengths, parallel, bucket)
         assert torch.equal(filled[name][:, :num_sequences], plain[name])
         fillers = filled[name][0, num_sequences - 1 :].diff()
         assert ((fillers > 0) & (fillers % token_multiple == 0)).all()
-        assert len(fillers) <= MAX_FILLERS
-        assert fillers.numel() == 0 or fillers.max() < max(FILLER_TOKENS, fillers.sum() / MAX_FILLERS) + 16
+        assert len(fillers) <= 1
     starts = filled.get("cu_seqlens_padded", filled["cu_seqlens"])[0]
     assert int(starts[-1]) == filled["tokens"].shape[1]
     assert torch.equal(filled["position_ids"][0, starts[:-1].long()], torch.zeros(len(starts) - 1, dtype=torch.long))
