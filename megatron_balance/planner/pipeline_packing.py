@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_balance.planner.level_packing import Batch, Plan, assign_samples, equalize, order_slots
+from megatron_balance.planner.level_packing import Batch, Plan, assign_samples, order_slots, pack_by_targets
 from megatron_balance.planner.list_scheduling import fill_empty_bins
 from megatron_balance.planner.local_search import LocalSearch
 from megatron_balance.planner.problem import Ints
@@ -115,11 +115,11 @@ def _starts(batch: Batch, num_slots: int) -> Iterator[Ints]:
     for profile in profiles(batch, num_slots):
         targets = profile * (int(batch.local_cost.sum()) // (batch.num_ranks * int(profile.sum())) + 1)
         targets = np.tile(targets.repeat(batch.sync_size), batch.num_groups)
-        bin_of = assign_samples(batch, np.arange(batch.num_samples), targets[:, None])
+        bin_of = assign_samples(batch, targets[:, None])
         if (bin_of >= 0).all():
             yield fill_empty_bins(bin_of, targets.size)
     if batch.sync_size > 1:
-        packing = equalize(batch, num_slots, slope=0, expert_cap=batch.min_work)
+        packing = pack_by_targets(batch, num_slots)
         if packing is not None:
             rank, slot = np.divmod(order_slots(batch, packing.bin_of, num_slots), num_slots)
             group, column = np.divmod(rank, batch.sync_size)
