@@ -49,7 +49,6 @@ class Hook:
         target: `module:function` or `module:Class.method` where it is defined; a method may be static.
         wrap: takes the function and returns its replacement.
         reason: what the hook is for.
-        until: when it can go; empty where the system would have to take a function instead.
         bound_in: where the attribute of that name is replaced, `module` or `module:Class`: those that look it up
             when they call it; by default where it is defined.
         parameters: parameters of the target that the wrapper relies on.
@@ -61,7 +60,6 @@ class Hook:
     target: str
     wrap: Callable[[Function], Function]
     reason: str
-    until: str = ""
     bound_in: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     first: str = "0"

@@ -40,7 +40,6 @@ HOOK = Hook(
     parameters=("parts",),
     wrap=lambda function: function,
     reason="a test",
-    until="it passes",
 )
 RELIED = Relied("up.schedules:Loader", (0, 0))
 

@@ -100,7 +100,7 @@ def install(
 
 def _hooks(options: ArealOptions) -> list[Hook]:
     """The table: the controller's dispatch, the micro-batches of each worker, and what ranks move among themselves."""
-    cost_model, until = options.cost_model, "AReaL removes the launchers that start a process a rank"
+    cost_model = options.cost_model
     rows = [
         Hook.around(
             "areal.infra.controller.train_controller:_dispatch_tensors",
@@ -118,27 +118,26 @@ def _hooks(options: ArealOptions) -> list[Hook]:
             "areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
             _refuse,
             reason="the proxy that deals trajectories out and the workers run a fixed command, without hooks",
-            until="their command can be chosen",
+            # Until their command can be chosen.
         ),
+        # What follows can go once AReaL removes the launchers that start a process a rank.
         Hook.around(
             "areal.infra.dist_rollout:redistribute_trajectories",
             redistribute,
             cost_model,
             reason="balances by our cost, accepts any number of trajectories a rank",
-            until=until,
         ),
         Hook.around(
             f"{_COORDINATOR}._broadcast_and_redistribute_trajectories",
             _raised_on_all,
             cost_model,
             reason="an error of a data-parallel head raises on the ranks that wait for it too",
-            until=until,
         ),
     ]
     if options.single_rank_load:
         reason = "single_rank_load: one rank rolls out, with the data loader and capacity of all; the others wait"
         rows += [
-            Hook.around(target, balanced, reason=reason, until=until)
+            Hook.around(target, balanced, reason=reason)
             for target, balanced in (
                 (f"{_COORDINATOR}.rollout_batch", _rolled_out_by_one),
                 (f"{_COORDINATOR}.prepare_batch", _rolled_out_by_one),

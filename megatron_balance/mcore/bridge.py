@@ -100,14 +100,13 @@ BRIDGE_HOOKS = (
         parameters=("data_iterator", "model", "global_state", "forward_backward_func"),
         wrap=_of_run(_train_step, state="global_state"),
         reason="train() binds get_forward_backward_func by value, and passes it here with the model and the state",
-        until="Bridge takes a schedule, or a data scheduler, from its configuration",
+        # Until Bridge takes a schedule, or a data scheduler, from its configuration.
     ),
     Hook(
         target="megatron.bridge.training.eval:evaluate",
         parameters=("state", "model"),
         wrap=_of_run(_evaluate, state="state"),
         reason="only its forward-only steps are balanced, and it has the model and the run's state",
-        until="likewise",
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -115,7 +114,6 @@ BRIDGE_HOOKS = (
         parameters=("pp_size", "vp_size"),
         wrap=while_balancing(_evaluation_schedule),
         reason="evaluate() asks for the schedule by the name that its module bound by value",
-        until="likewise",
     ),
 )
 """The hooks in Megatron-Bridge, beside those in megatron.core."""

@@ -185,7 +185,7 @@ HOOKS = (
         parameters=("parser",),
         wrap=_with_balance_arguments,
         reason="the flags reach every script; parse_args looks the function up when it is called",
-        until="Megatron reads extra arguments from an entry point",
+        # Until Megatron reads extra arguments from an entry point.
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -193,35 +193,35 @@ HOOKS = (
         parameters=("pp_size", "vp_size"),
         wrap=while_balancing(_schedule, run=_run_of_megatron),
         reason="train() asks it for the schedule of every step and passes the data iterator to that",
-        until="train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point",
+        # Until train() calls wrap_data_iterator of core/datasets/data_schedule.py, and its registry is an entry point.
     ),
     Hook(
         target="megatron.training.checkpointing:check_checkpoint_args",
         parameters=("checkpoint_args",),
         wrap=_with_state,
         reason="Megatron saves its arguments, with what --balance-cost auto has found, and reads a few of them back",
-        until="Megatron hands the arguments of a checkpoint to those that asked for some",
+        # Until Megatron hands the arguments of a checkpoint to those that asked for some.
     ),
     Hook(
         target="megatron.training.training:evaluate",
         parameters=("eval_iters",),
         wrap=while_balancing(_evaluate, run=_run_of_megatron),
         reason="only its forward-only steps are balanced, and it knows how many they are",
-        until="the schedule of evaluate can be replaced alone",
+        # Until the schedule of evaluate can be replaced alone.
     ),
     Hook(
         target="megatron.core.pipeline_parallel.schedules:forward_step",
         parameters=("forward_step_func", "data_iterator", "model", "current_microbatch"),
         wrap=in_step(Step.forward_step),
         reason="numbers each micro-batch, whose shape, masks and groups hold from its forward pass to its loss",
-        until="the schedules take a shape for each micro-batch",
+        # Until the schedules take a shape for each micro-batch.
     ),
     Hook(
         target="megatron.core.pipeline_parallel.combined_1f1b:combined_forward_backward_step",
         parameters=("forward_step_func", "data_iterator", "f_model", "current_microbatch"),
         wrap=in_step(Step.forward_step),
         reason="numbers each micro-batch where its forward pass overlaps the backward pass of another",
-        until="the schedules take a shape for each micro-batch",
+        # Until the schedules take a shape for each micro-batch.
         needed="overlap_moe_expert_parallel_comm",
         first="0.19",
     ),
@@ -229,14 +229,14 @@ HOOKS = (
         target="megatron.core.pipeline_parallel.schedules:backward_step",
         wrap=in_step(_backward_step),
         reason="measures backward passes while a run balances; every schedule looks the function up; else nothing",
-        until="schedules report when micro-batches begin and end",
+        # Until schedules report when micro-batches begin and end.
     ),
     Hook(
         target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
         parameters=("batch", "cp_group"),
         wrap=in_step(_split_by_document),
         reason="scripts ask for it under --dataloader-inter-document-masking; packs hold documents that split alone",
-        until="Megatron splits packed sequences by document under that flag, as attention and rotary angles expect",
+        # Until Megatron splits packed sequences by document under that flag, as attention and rotary angles expect.
         needed=":context_parallel",
         first="0.19",
     ),
@@ -246,7 +246,7 @@ HOOKS = (
         parameters=("loss",),
         wrap=in_step(_save_prediction_loss),
         reason="the log averages over all ranks, and so counts a micro-batch once for each rank that shares it",
-        until="a release logs sums over tokens, as Megatron's dev branch does",
+        # Until a release logs sums over tokens, as Megatron's dev branch does.
         needed="balance_dynamic_cp mtp_num_layers",
         first="0.19",
     ),
@@ -255,7 +255,7 @@ HOOKS = (
         parameters=("position_ids", "cp_group"),
         wrap=in_step(_whole_angles),
         reason="cuts the angles of a micro-batch as a whole, where its sequences are split one by one",
-        until="Megatron cuts them sequence by sequence, as its dev branch does",
+        # Until Megatron cuts them sequence by sequence, as its dev branch does.
         needed="balance_dynamic_cp position_embedding_type=mrope",
         first="0.19",
     ),
@@ -263,7 +263,7 @@ HOOKS = (
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
         wrap=sequence_mixers.in_own_group(CpGroups.router_group),
         reason="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
-        until="a release hands routers the group of packed_seq_params",
+        # Until a release hands routers the group of packed_seq_params.
         needed="balance_dynamic_cp num_experts",
         first="0.19",
     ),
@@ -272,7 +272,7 @@ HOOKS = (
         parameters=("name", "value", "reduce_group", "avg_group"),
         wrap=in_step(_record),
         reason="routers name the groups of micro-batches with context-parallel sizes of their own, and the log has one",
-        until="Megatron's log takes losses of groups of several sizes",
+        # Until Megatron's log takes losses of groups of several sizes.
         needed="balance_dynamic_cp num_experts",
         first="0.19",
     ),
@@ -281,7 +281,7 @@ HOOKS = (
         parameters=("loss_scale",),
         wrap=while_balancing(_log_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
-        until="Megatron's log takes the number of micro-batches that ran, as its dev branch does of its own schedulers",
+        # Until Megatron's log takes the number of micro-batches that ran, as its dev branch does of its own schedulers.
         needed="num_experts",
         first="0.18",
     ),
@@ -291,7 +291,7 @@ HOOKS = (
         parameters=("loss_scale",),
         wrap=while_balancing(_log_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
-        until="0.18, which has a tracker in moe_logging.py",
+        # Until 0.18, which has a tracker in moe_logging.py.
         last="0.17",
     ),
     Hook(
@@ -299,14 +299,14 @@ HOOKS = (
         parameters=("loss_scale",),
         wrap=while_balancing(_log_prediction_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
-        until="a release divides sums over tokens by tokens, as Megatron's dev branch does",
+        # Until a release divides sums over tokens by tokens, as Megatron's dev branch does.
         needed="mtp_num_layers",
     ),
     Hook(
         target="megatron.training.training:consume_seqlen_stats_in_iteration",
         wrap=while_balancing(_count_lengths),
         reason="TFLOP/s count filler, dummies, evaluations, and each context-parallel rank's packs as those of all",
-        until="scripts count the lengths that a packing scheduler gives them",
+        # Until scripts count the lengths that a packing scheduler gives them.
         first="0.18",
     ),
     Hook(
@@ -314,7 +314,7 @@ HOOKS = (
         parameters=("routing_map", "padding_mask"),
         wrap=in_step(_apply_expert_bias),
         reason="fails on a padding mask: it combines [num_tokens, num_experts] with [num_tokens]",
-        until="0.20, which gives the mask a second dimension",
+        # Until 0.20, which gives the mask a second dimension.
         needed="num_experts",
         last="0.19",
     ),
@@ -324,7 +324,7 @@ HOOKS = (
         parameters=("reduce_group", "with_padding_mask"),
         wrap=in_step(_count_tokens),
         reason="no tokens make an auxiliary loss NaN; parts of ranks with unequal padding weigh unequally",
-        until="Megatron scales auxiliary losses by the tokens of the group, at least one",
+        # Until Megatron scales auxiliary losses by the tokens of the group, at least one.
         needed="num_experts",
     ),
     Hook(
@@ -332,7 +332,7 @@ HOOKS = (
         parameters=("padding_mask",),
         wrap=in_step(_get_embeddings),
         reason="it shifts the padding mask with the tokens, so that the routers of these layers count padding",
-        until="Megatron passes the mask on unchanged, as its dev branch does",
+        # Until Megatron passes the mask on unchanged, as its dev branch does.
         needed="num_experts mtp_num_layers",
         first="0.18",
     ),
@@ -342,7 +342,7 @@ HOOKS = (
         parameters=("compute_language_model_loss", "cp_group", "packed_seq_params"),
         wrap=in_step(_prediction_losses),
         reason="models sum losses, where no weight of a sample reaches them, and hand it the static group",
-        until="Megatron takes weights of samples, and models hand it the group of packed_seq_params",
+        # Until Megatron takes weights of samples, and models hand it the group of packed_seq_params.
         needed="mtp_num_layers",
         first="0.19",
     ),
@@ -351,7 +351,7 @@ HOOKS = (
         parameters=("packed_seq_params",),
         wrap=in_step(_build_schedule_plan),
         reason="scripts do not tell the schedule of expert overlap where packed sequences begin",
-        until="scripts pass packed_seq_params, as on Megatron's dev branch",
+        # Until scripts pass packed_seq_params, as on Megatron's dev branch.
         needed="overlap_moe_expert_parallel_comm",
         first="0.19",
     ),

@@ -163,7 +163,7 @@ HOOKS = (
             parameters=("packed_seq_params",),
             wrap=in_own_group(lambda _, module, group, switch=switch: switch(module, group)),
             reason="reads the static context-parallel group, whatever group the packed sequences name",
-            until="a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them",
+            # Until a release takes the group from packed_seq_params, as Megatron's dev branch does in most of them.
             needed=f"balance_dynamic_cp {needed}".strip(),
             first="0.19",
         )
@@ -175,7 +175,7 @@ HOOKS = (
             parameters=("packed_seq_params",),
             wrap=in_step(_latent_tensors),
             reason="refuses packed sequences that name a context-parallel size",
-            until="a release drops the assertion, as Megatron's dev branch does",
+            # Until a release drops the assertion, as Megatron's dev branch does.
             needed=f"balance_dynamic_cp {needed}",
             first="0.19",
         )
@@ -187,7 +187,7 @@ HOOKS = (
         wrap=in_step(_mixer_forward),
         reason="without seq_idx, which scripts forget, its scan takes all packed sequences for one and says nothing; "
         "its heads are exchanged in the static context-parallel group",
-        until="Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these",
+        # Until Megatron makes seq_idx wherever a Mamba layer gets packed sequences, and takes the group from these.
         needed=":mamba",
         first="0.19",
     ),

@@ -78,7 +78,7 @@ def functions(cost_model: CostModel) -> list[Hook]:
             _after_trainers,
             cost_model,
             reason="the first call that the trainer's process makes once its trainer is loaded",
-            until="verl loads plug-ins after its trainers",
+            # Until verl loads plug-ins after its trainers.
         ),
     ]
 
