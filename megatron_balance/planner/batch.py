@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.cost.model import SampleCosts, StageCosts
-from megatron_balance.cost.stages import STAGE_BITS
+from megatron_balance.cost.model import STAGE_BITS, SampleCosts, StageCosts
 from megatron_balance.errors import BalanceError
 from megatron_balance.planner import bound
 from megatron_balance.planner.forest import Forest
