@@ -146,8 +146,6 @@ def run_costs(
     if calibration is not None:
         name, cost = "seconds", calibration.cost_model(ep_size=topology.ep_size)
         tflops = UNITS_PER_SECOND / 1e12  # FLOPs at this rate take attoseconds
-        if notice := calibration.extrapolation(options.get("seq_length") or 0):
-            log_lines.append(f"WARNING: --balance-cost {choice}: {notice}")
     elif choice == "tokens":
         name, cost = "tokens", CostModel.tokens()
         if topology.dynamic_cp or topology.fully_sharded:

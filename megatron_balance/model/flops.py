@@ -72,6 +72,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Sizes that each kind of layer requires, under their names in a ModelShape."""
 
+_OPTIONAL = ("moe_shared_expert_intermediate_size", "moe_latent_size", "q_lora_rank", "qk_pos_emb_head_dim")
+SIZES = sorted({*_OPTIONAL}.union(*NEEDED.values()))
+"""These, and those that a layer may have."""
+
 
 @dataclass(frozen=True)
 class FlopsPolynomial:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import NEEDED
+from megatron_balance.model.flops import SIZES
 from megatron_balance.model.vision import VisionEncoder
 
 Config = Mapping[str, Any]
@@ -47,16 +47,14 @@ def fields_from_hf_config(config: Config | str | Path) -> tuple[Fields, str]:
     model_type = str(text.get("model_type", whole.get("model_type")))
     keys, notes = _Keys(text, model_type), list[str]()
     try:
-        keys.refuse(
-            (model_type in _TABLE["refused"], _TABLE["refused"].get(model_type)),
-            *((keys.get(key), reason) for key, reason in _TABLE["refused_keys"].items()),
-        )
+        keys.refuse(model_type in _TABLE["refused"], _TABLE["refused"].get(model_type))
+        for key, reason in _TABLE["refused_keys"].items():
+            keys.refuse(keys.get(key), reason)
         fields = _fields(keys)
         if model_type not in FAMILIES:
             notes.append(
-                f"model_type {model_type!r} is not known: the Hugging Face config was read by its keys "
-                f"{', '.join(sorted(keys.used))}. Assumed: MLPs {'with' if fields['gated_linear_unit'] else 'without'} "
-                f"a gate, attention {'with' if fields['attention_output_gate'] else 'without'} one, else as in Llama."
+                f"model_type {model_type!r} is not known: the Hugging Face config was read as in Llama, by its keys "
+                f"{', '.join(sorted(keys.used))}."
             )
         if vision := whole.get("vision_config") or whole.get("audio_config"):
             fields["vision"] = _encoder(_Keys(vision, str(whole.get("model_type"))))
@@ -94,25 +92,20 @@ class _Keys:
             )
         return value
 
-    def sizes(self, kind: str) -> Fields:
-        """Sizes that every layer of a kind has."""
-        return {name: self.need(name) for name in NEEDED[kind]}
-
     def listed(self, name: str, vocabulary: set[str]) -> list[str]:
         """A word of the vocabulary for each layer; none where the file has no list."""
         words: list[str] = list(self.get(name, default=()))
         unknown = sorted({*words} - vocabulary)
-        self.refuse((unknown, f"{name} {unknown}"))
+        self.refuse(unknown, f"{name} {unknown}")
         return words
 
-    def refuse(self, *reasons: tuple[object, str]) -> None:
-        """Refuse the file for the first reason that holds."""
-        for holds, reason in reasons:
-            if holds:
-                raise BalanceError(
-                    f"the Hugging Face config of model_type {self.model_type!r} has {reason}, whose FLOPs are not "
-                    "known: balance by tokens or by measured costs."
-                )
+    def refuse(self, holds: object, reason: str) -> None:
+        """Refuse the file if a reason holds."""
+        if holds:
+            raise BalanceError(
+                f"the Hugging Face config of model_type {self.model_type!r} has {reason}, whose FLOPs are not known: "
+                "balance by tokens or by measured costs."
+            )
 
 
 def _load(path: Path) -> Config:
@@ -135,35 +128,30 @@ def _fields(keys: _Keys) -> Fields:
     hidden_size, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     # Newer models leave the gate out with these activations; GELU by tanh has one in Gemma.
     is_gated = keys.get("activation") not in ("relu2", "xielu", "relu", "gelu", "gelu_new")
-    result: Fields = {
+    result: Fields = {name: keys.get(name, default=0) for name in SIZES} | {
         "hidden_size": hidden_size,
         "num_layers": len(pattern or kinds),
         "num_attention_heads": heads,
         "num_query_groups": keys.get("num_query_groups", default=heads),
         "kv_channels": keys.get("kv_channels") or hidden_size // heads,
-        "ffn_hidden_size": keys.get("ffn_hidden_size", default=0),
         "padded_vocab_size": keys.need("padded_vocab_size"),
         "gated_linear_unit": bool(keys.get("gated_mlp", default=is_gated)),
         "attention_output_gate": bool(keys.get("attn_output_gate")),
-    }
-    latent, width = keys.get("kv_lora_rank"), result["kv_channels"]
-    keys.refuse(
-        (latent and "linear_attention" in kinds, "linear attention beside latent attention"),
-        (not latent and keys.get("v_head_dim", default=width) != width, "values of another width than keys"),
-    )
-    if latent:
-        result |= _latent(keys)
-    if keys.get("num_experts") and (not pattern or "E" in pattern):
-        result |= _experts(keys, result["num_layers"])
-    if pattern:
-        return result | {"moe_layer_freq": (), "hybrid_layer_pattern": pattern} | keys.sizes("mamba")
-    if "sliding_attention" in kinds:
+        "multi_latent_attention": bool(keys.get("kv_lora_rank")),
+        "hybrid_layer_pattern": pattern,
         # Hugging Face counts the query's own token in the window, FlashAttention and Megatron do not.
-        result["window_size"] = (keys.need("sliding_window") - 1, 0)
-        result["window_attn_skip_freq"] = tuple(int(kind == "sliding_attention") for kind in kinds)
-    if "linear_attention" in kinds:
-        result["linear_attention_freq"] = tuple(int(kind == "linear_attention") for kind in kinds)
-        result |= keys.sizes("gated_delta_net")
+        "window_size": (keys.need("sliding_window") - 1, 0) if "sliding_attention" in kinds else None,
+    }
+    latent, width = result["multi_latent_attention"], result["kv_channels"]
+    keys.refuse(latent and "linear_attention" in kinds, "linear attention beside latent attention")
+    keys.refuse(not latent and keys.get("v_head_dim", default=width) != width, "values of another width than keys")
+    if result["num_experts"]:
+        result |= _experts(keys, result["num_layers"])
+    else:
+        result["moe_router_topk"] = 0
+    for name, kind in (("window_attn_skip_freq", "sliding"), ("linear_attention_freq", "linear")):
+        if f"{kind}_attention" in kinds:
+            result[name] = tuple(int(mixer == f"{kind}_attention") for mixer in kinds)
     return result
 
 
@@ -177,55 +165,28 @@ def _layer_kinds(keys: _Keys) -> list[str]:
     local_mixer, period = "linear_attention", keys.get("full_attention_interval")
     if not period and keys.get("sliding_window") and keys.get("use_sliding_window", default=True):
         local_mixer, period = "sliding_attention", keys.get("period of windows")
-        keys.refuse((not listed and not period, "a sliding_window without layer_types, and so layers"))
+        keys.refuse(not listed and not period, "a sliding_window without layer_types, and so layers")
     pattern = period if isinstance(period, str) else "L" * (min(period or 1, num_layers + 1) - 1) + "G"
     kinds = listed or ["full_attention" if pattern[i % len(pattern)] == "G" else local_mixer for i in range(num_layers)]
     if len(kinds) != num_layers:
         raise BalanceError(
             f"layer_types has {len(kinds)} entries in the Hugging Face config: num_hidden_layers is {num_layers}."
         )
-    sparse, mixed = "indexed_attention" in kinds, len(set(kinds)) > 1
-    keys.refuse(
-        (
-            sparse and (mixed or not keys.get("dsa_indexer_topk")),
-            "sparse attention in some layers only, or without index_topk",
-        )
-    )
+    keys.refuse("indexed_attention" in kinds and len(set(kinds)) > 1, "sparse attention in some layers only")
     return kinds
 
 
 def _experts(keys: _Keys, num_layers: int) -> Fields:
-    if listed := keys.listed("mlp_layer_types", {"dense", "sparse"}):
-        is_moe = [kind == "sparse" for kind in listed]
-    else:
-        first = keys.get("first MoE layer", default=0)
-        is_moe = [index >= first for index in range(num_layers)]
+    listed = keys.listed("mlp_layer_types", {"dense", "sparse"})
+    first = keys.get("first MoE layer", default=0)
+    is_moe = [kind == "sparse" for kind in listed] or [index >= first for index in range(num_layers)]
     width = keys.get("moe_ffn_hidden_size") or keys.need("intermediate_size" if all(is_moe) else "moe_ffn_hidden_size")
     shared = keys.get("number of shared experts", default=0) * width
     return {
-        "num_experts": keys.get("num_experts"),
-        "moe_router_topk": keys.need("moe_router_topk"),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": keys.get("moe_shared_expert_intermediate_size", default=shared),
-        "moe_latent_size": keys.get("moe_latent_size", default=0),
         "moe_layer_freq": () if all(is_moe) else tuple(map(int, is_moe)),
     }
-
-
-def _latent(keys: _Keys) -> Fields:
-    # Keys and values are one latent vector: head_dim and num_key_value_heads mean nothing here.
-    heads = keys.need("num_attention_heads")
-    result: Fields = {
-        **keys.sizes("mla"),
-        "num_query_groups": heads,
-        "kv_channels": keys.need("hidden_size") // heads,
-        "multi_latent_attention": True,
-        "q_lora_rank": keys.get("q_lora_rank", default=0),
-        "qk_pos_emb_head_dim": keys.need("qk_pos_emb_head_dim"),
-    }
-    if keys.get("dsa_indexer_topk"):
-        result |= keys.sizes("dsa")
-    return result
 
 
 def _encoder(keys: _Keys) -> VisionEncoder | None:

@@ -17,13 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.model.flops import NEEDED, hybrid_parts
-
-_OPTIONAL = {
-    "moe": ("moe_shared_expert_intermediate_size", "moe_latent_size"),
-    "mla": ("q_lora_rank", "qk_pos_emb_head_dim"),
-}
-"""Sizes of a kind of layer that may be 0. Those of layers that the model lacks are not read: many have a default."""
+from megatron_balance.model.flops import SIZES, hybrid_parts
 
 _REFUSED = (
     "heterogeneous_layers_config_path",
@@ -71,16 +65,8 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     # Megatron pads once its tokenizer is built; before that --vocab-size may be all there is.
     multiple = (get("make_vocab_size_divisible_by") or 128) * (get("tensor_model_parallel_size") or 1)
     latent = bool(get("multi_latent_attention")) or not {"+", "D"}.isdisjoint(hybrid)
-    kinds = {
-        "mla": latent,
-        "dsa": variant == "dsa" or "D" in hybrid,
-        "moe": get("num_experts") > 0,
-        "gated_delta_net": variant == "gated_delta_net" or "G" in hybrid,
-        "mamba": "M" in hybrid,
-    }
-    copied = [name for kind, has in kinds.items() if has for name in (*NEEDED[kind], *_OPTIONAL.get(kind, ()))]
     result: dict[str, Any] = {
-        **{name: get(name) for name in copied},
+        **{name: get(name) for name in SIZES},
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_attention_heads": heads,
@@ -98,13 +84,18 @@ def fields_from_megatron_args(args: object) -> dict[str, Any]:
     if get("window_size"):
         result["window_size"] = tuple(get("window_size"))
         result["window_attn_skip_freq"] = pattern("window_attn_skip_freq", lambda i, n: (i + 1) % n != 0)
-    if kinds["moe"]:
+    # Some sizes have a default where no layer has them.
+    if not (variant == "dsa" or "D" in hybrid):
+        result["dsa_indexer_topk"] = 0
+    if get("num_experts"):
         result["moe_ffn_hidden_size"] = get("moe_ffn_hidden_size") or ffn_hidden_size
         result["moe_layer_freq"] = pattern("moe_layer_freq", lambda i, n: i % n == 0)
+    else:
+        result["moe_router_topk"] = 0
     if variant == "gated_delta_net":
         need("linear_attention_freq")
         result["linear_attention_freq"] = pattern("linear_attention_freq", lambda i, n: (i + 1) % n != 0)
-    if kinds["mamba"]:
+    if "M" in hybrid:
         # Without a number Megatron takes the heads that fill twice the hidden size (MambaMixer, expand=2).
         result["mamba_num_heads"] = get("mamba_num_heads") or 2 * hidden_size // need("mamba_head_dim")
     return result

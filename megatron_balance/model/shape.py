@@ -5,11 +5,10 @@ Fields carry Megatron's argument names; where Megatron says None for "the model 
 
 from __future__ import annotations
 
-import difflib
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,10 @@ class ModelShape:
             ("dsa_indexer_topk", latent or not self.dsa_indexer_topk, "be 0 without multi_latent_attention"),
             ("hybrid_layer_pattern", {*main}.union(*depths) <= {*HYBRID_LAYERS}, f"consist of {_SYMBOLS}"),
             ("hybrid_layer_pattern", not main or (len(main), len(depths)) == layers, f"have {layers} layers, depths"),
-            *((name, self._is_pattern(name), f"hold one 0 or 1 for each of {layers[0]} layers") for name in _PATTERNS),
+            *(
+                (name, len(getattr(self, name)) in (0, layers[0]), f"have an entry for each of {layers[0]} layers")
+                for name in _PATTERNS
+            ),
         ):
             if not is_right:
                 raise BalanceError(f"ModelShape.{name} is {getattr(self, name)!r}: it must {needs}.")
@@ -207,20 +209,14 @@ class ModelShape:
         Raises:
             BalanceError: there is no such preset.
         """
-        names = {name.lower(): preset for preset, row in ROWS.items() for name in (preset, row["source"])}
-        if name.lower() not in names:
-            near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=3)
-            similar = ", ".join(dict.fromkeys(names[match] for match in near)) or "Qwen3-8B, say"
+        names = {alias.lower(): preset for preset, row in ROWS.items() for alias in (preset, row["source"])}
+        preset = names.get(name.lower())
+        if preset is None:
             raise BalanceError(
-                f"the model (--model) is {name!r}, which is no preset ({similar}; compare --help has all): give the "
-                "path of its config.json, from its page on Hugging Face (ModelShape.from_hf_config)."
+                f"the model (--model) is {name!r}, which is no preset (compare --help has all): give the path of its "
+                "config.json, from its page on Hugging Face (ModelShape.from_hf_config)."
             )
-        return cls.from_hf_config(PRESETS[names[name.lower()]])
-
-    def __repr__(self) -> str:
-        """Without sizes that have their defaults."""
-        sizes = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        return f"ModelShape({', '.join(f'{name}={value!r}' for name, value, default in sizes if value != default)})"
+        return cls.from_hf_config(PRESETS[preset])
 
     def layers(self) -> tuple[Layer, ...]:
         """The decoder's layers, first to last, then those of all multi-token-prediction depths.
@@ -270,14 +266,7 @@ class ModelShape:
             "attention": [self.num_query_groups] * attention_by_heads,
             "mla": [self.num_attention_heads] * attention_by_heads,
         }
-        groups = self.mamba_num_groups // tp_size
-        if groups & (groups - 1):  # a power of two of groups divides every larger size, or is divided by it
-            split["mamba"].append(self.mamba_num_groups)
         if not (heads := [number for mixer in mixers for number in split.get(mixer or "", ())]):
             return None
         shared = max(math.gcd(*heads) // tp_size, 1)
         return shared & -shared
-
-    def _is_pattern(self, name: str) -> bool:
-        pattern: tuple[int, ...] = getattr(self, name)
-        return not pattern or (len(pattern) == self.num_layers and set(pattern) <= {0, 1})

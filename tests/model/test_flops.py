@@ -139,7 +139,6 @@ def test_lengths_of_numpy_do_not_overflow():
         ({"num_experts": 4}, "moe_router_topk is 0: a moe layer needs it"),
         ({**EXPERTS, "moe_router_topk": 7}, "moe_router_topk is 7.*num_experts, 6"),
         ({**EXPERTS, "moe_layer_freq": (1,)}, r"moe_layer_freq is \(1,\).*2 layers"),
-        ({**EXPERTS, "moe_layer_freq": (1, 2)}, "one 0 or 1"),
         ({"linear_attention_freq": (0, 1)}, "linear_key_head_dim is 0: a gated_delta_net layer"),
         ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
         ({"dsa_indexer_topk": 5}, "dsa_indexer_topk is 5: .* without multi_latent_attention"),
