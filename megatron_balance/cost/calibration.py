@@ -153,11 +153,8 @@ def fit_microbatches(measured: Measurements, *, cost_model: CostModel) -> Fit:
         return int(rows.sum()) * math.log(error) + moved**2 / 2, coefficients, exchange
 
     def best(rows: NDArray[np.bool_]) -> tuple[Floats, float]:
-        candidate = fitted(rows, planned)
-        for octave in (1.0, 0.125) if shared.any() else ():
-            tried = [candidate[2] * 2.0 ** (octave * step) for step in range(-5, 6)]
-            candidate = min((fitted(rows, exchange) for exchange in tried), key=lambda fit: fit[0])
-        return candidate[1:]
+        quarters = range(-20, 21) if shared.any() else [0]  # of octaves
+        return min((fitted(rows, planned * 2 ** (step / 4)) for step in quarters), key=lambda fit: fit[0])[1:]
 
     errors = np.zeros_like(seconds)
     for fold in range(min(MAX_FOLDS, distinct.size)):

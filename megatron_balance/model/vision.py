@@ -28,7 +28,7 @@ class VisionEncoder:
         num_windowed_layers: layers that attend within a window only.
 
     Raises:
-        BalanceError: a size is not a positive integer, or windows without their size.
+        BalanceError: a size is not a positive integer.
     """
 
     hidden_size: int
@@ -43,11 +43,6 @@ class VisionEncoder:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.num_windowed_layers > (self.num_layers if self.window_patches else 0):
-            raise BalanceError(
-                f"VisionEncoder.num_windowed_layers is {self.num_windowed_layers}: it must be at most num_layers, "
-                f"{self.num_layers}, and window_patches must be set."
-            )
 
 
 def patches_of_grids(grids: Sequence[Sequence[int]] | NDArray[Any]) -> NDArray[np.int64]:

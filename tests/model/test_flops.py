@@ -251,5 +251,3 @@ def test_sizes_of_an_encoder_are_checked():
     }
     with pytest.raises(BalanceError, match=r"VisionEncoder\.num_layers is 0"):
         VisionEncoder(**{**sizes, "num_layers": 0})
-    with pytest.raises(BalanceError, match=r"num_windowed_layers is 1.*window_patches must be set"):
-        VisionEncoder(**sizes, num_windowed_layers=1)
