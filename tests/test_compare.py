@@ -35,6 +35,10 @@ def batch_of(size, dp_size, cap):
 BATCH = batch_of(64, 4, 8192)
 
 
+EVEN = ["--", "--balance-attention-rate", "1"]
+"""Plain FLOPs: attention at the rate of all else."""
+
+
 def compare(*arguments):
     return main(["compare", *map(str, arguments)])
 
@@ -42,7 +46,7 @@ def compare(*arguments):
 def figures_of(tmp_path, *arguments):
     """The lines that `--json` writes: that of the run, with the steps, the policies by name and the advice in it."""
     out = tmp_path / "compare.jsonl"
-    assert compare(*arguments, "--json", out) == 0
+    assert compare(arguments[0], "--json", out, *arguments[1:]) == 0
     run, *lines = map(json.loads, out.read_text().splitlines())
     run["steps"] = [line for line in lines if line["kind"] == "step"]
     run["policies"] = {line["name"]: line for line in lines if line["kind"] == "policy"}
@@ -88,7 +92,7 @@ def test_figures_of_a_batch_that_is_planned_by_hand(tmp_path):
 
 def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path):
     file = write_lengths(tmp_path, *[1024] * 4)
-    arguments = [file, *batch_of(4, 1, 1024), "--device", "500,500"]
+    arguments = [file, *batch_of(4, 1, 1024), "--device", "500"]
     seconds = (FLOPS(1024) + FLOPS.per_microbatch) / 5e14
     # Two tensor-parallel ranks share the work. Of four stages with nine layers the last has the output layer too: four
     # micro-batches pass it, and one of them the others.
@@ -96,7 +100,7 @@ def test_seconds_follow_from_the_stated_speed_and_the_ranks(tmp_path):
     layers, launches = (FLOPS(1024) - head) / 4, [FLOPS.per_microbatch * number / 38 for number in (10, 9, 9, 10)]
     stages = (3 * layers + sum(launches[:3]) + 4 * (layers + head + launches[3])) / 5e14
     for ranks, num_gpus, expected in ((["--tp-size", 2], 2, 4 * seconds / 2), (["--pp-size", 4], 4, stages)):
-        content = figures_of(tmp_path, *arguments, *ranks, "--model", "Qwen3-8B")
+        content = figures_of(tmp_path, *arguments, *ranks, "--model", "Qwen3-8B", *EVEN)
         stock = content["policies"]["stock"]
         assert content["topology"]["etp_size"] == content["topology"]["tp_size"]  # Megatron's default
         assert stock["seconds_per_step"] == pytest.approx(expected)
@@ -186,14 +190,13 @@ def test_tensor_parallelism_pads(tmp_path):
 
 def test_one_rate_of_a_device_leaves_that_of_attention(lengths_file, tmp_path):
     """Fault: `--device 400`, the docs' example, set r = 1, and the flags advised were 9 % slower."""
-    one, two, slow = (
-        figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", rates)["policies"]
-        for rates in ("400", "400,240", "836,299")
+    one, same, slow = (
+        figures_of(tmp_path, lengths_file, *BATCH, "--model", "Qwen3-8B", "--device", 400, *flags)["policies"]
+        for flags in ([], ["--", "--balance-attention-rate", 0.6], ["--", "--balance-attention-rate", 0.36])
     )
-    assert "--balance-by-flops --balance-attention-rate 0.36" in slow["by-flops"]["flags"]
     for name, figures in one.items():
-        assert figures["seconds_per_step"] == pytest.approx(two[name]["seconds_per_step"])
-        assert "--balance-attention-rate" not in figures["flags"]
+        assert figures["seconds_per_step"] == pytest.approx(same[name]["seconds_per_step"])
+        assert figures["seconds_per_step"] < slow[name]["seconds_per_step"]
 
 
 def test_json_has_seconds_where_they_are_known_else_costs_that_plans_share(tmp_path):
@@ -339,7 +342,7 @@ def test_equal_lengths_need_no_flag(tmp_path):
 
 
 def test_dynamic_sizes_take_the_seconds_of_their_plan(lengths_file, tmp_path):
-    arguments = [*batch_of(64, 4, 4096), "--cp-size", 2, "--model", "Qwen3-8B", "--device", "400,400"]
+    arguments = [*batch_of(64, 4, 4096), "--cp-size", 2, "--model", "Qwen3-8B", "--device", "400", *EVEN]
     policies = figures_of(tmp_path, lengths_file, *arguments)["policies"]
     # One token's keys, values and their gradients in bf16, three passes, at 400 TFLOP/s and 450 GB/s.
     nbytes = 3 * SHAPE.num_layers * 2 * SHAPE.num_query_groups * SHAPE.kv_channels * 2

@@ -94,7 +94,7 @@ def advise_settings(record: RunRecord, *, comparison: Comparison) -> Iterator[st
     except BalanceError as error:
         yield f"Other caps and context-parallel sizes are not compared: {error}"
         return
-    costs = replace(comparison.costs, device=None, calibration=calibration)
+    costs = replace(comparison.costs, tflops=None, calibration=calibration)
     comparison, recorded = replace(comparison, costs=costs), [step for step in record.steps if step.lengths.size]
     recorded = recorded[: max(SETTING_SAMPLES // recorded[0].lengths.size, 1)]
     policy = Policy("as it ran", "as it ran", record.info.cost_model, dynamic_cp=run.dynamic_cp)

@@ -95,7 +95,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, str, str]]] = {
     "cost": {
         "--model": (str, "MODEL", "preset, or Hugging Face config.json; its FLOPs are the cost"),
         "--cost": (str, "COST", "tokens, flops (default with --model), or a seconds.json of megatron-balance fit"),
-        "--device": (str, "TFLOPS", "of a GPU in training, LINEAR[,ATTENTION]: predicts seconds"),
+        "--device": (count, "TFLOPS", "of a GPU in training, in all but attention: predicts seconds"),
     },
     "output": {
         "--policy": (str, "NAME", "its plan, in place of the recommended one, goes to --json"),
@@ -152,7 +152,7 @@ def _compare(args: argparse.Namespace) -> bytes:
     environment["date"], environment["data"] = date.today().isoformat(), in_a_line(args.lengths)
     environment["versions"] = {"megatron-balance": build_version(), "numpy": np.__version__}
     if args.model is not None:
-        environment |= {"model": in_a_line(args.model), "attention_rate": costs.attention_rate}
+        environment |= {"model": in_a_line(args.model), "attention_rate": costs.on(topology).attention_rate}
     shares = batches.steps[0].forest is not None
     comparison = Comparison(costs, topology, limits, environment, shares=shares)
     policies, notes = comparison.policies()

@@ -1,6 +1,6 @@
 """The cost of a sample in a comparison, and the seconds of a unit of it.
 
-Costs become seconds by a seconds.json, which holds them, or by the rates of `--device`; else only ratios are shown.
+Costs become seconds by a seconds.json, which holds them, or by the rate of `--device`; else only ratios are shown.
 
 If the model is known, the cost includes what context-parallel ranks receive; optimiser, data loading and other
 communication are not included.
@@ -9,7 +9,6 @@ communication are not included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +21,6 @@ from megatron_balance.cost.calibration import UNITS_PER_SECOND, Calibration
 from megatron_balance.cost.rates import (
     ASSUMED_TFLOPS,
     RunCosts,
-    default_attention_rate,
     find_shape,
     layout_of,
     run_costs,
@@ -41,35 +39,10 @@ class CompareCosts:
 
     cost: str | None
     model: str | None
-    device: str | None
+    tflops: int | None  # of all that is linear, on `--device`
     record: RunRecord | None
     script_options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the training script
     calibration: Calibration | None = None  # that of `--cost`, or what was fitted
-
-    @cached_property
-    def rates(self) -> tuple[float, float] | None:
-        """TFLOPS of all that is linear and of attention on `--device`."""
-        if self.device is None:
-            return None
-        rates: list[float] = []
-        with suppress(ValueError):
-            rates = [float(rate) for rate in self.device.split(",")]
-        if self.name != "flops" or len(rates) not in (1, 2) or not all(0 < rate < float("inf") for rate in rates):
-            raise BalanceError(
-                f"--device is {self.device!r}, the cost {self.name}: give TFLOPS above 0, LINEAR or LINEAR,ATTENTION "
-                "(published ones are in docs/cost-model.md), and FLOPs as the cost (--model)."
-            )
-        return rates[0], rates[-1] if len(rates) > 1 else rates[0] * self.default_rate
-
-    @property
-    def attention_rate(self) -> float:
-        """The rate of attention over that of all else, to two digits as the training flag would have it."""
-        return self.default_rate if self.rates is None else float(f"{self.rates[1] / self.rates[0]:.2g}")
-
-    @property
-    def default_rate(self) -> float:
-        """The rate that training takes without a flag, in bf16."""
-        return default_attention_rate(0 if self.shape is None else self.shape.num_experts)
 
     @property
     def name(self) -> str:
@@ -98,18 +71,12 @@ class CompareCosts:
                 adapted = costs.of_rank if name == "seconds" else costs.summed_over_cp
                 costs = adapted(cp_size=topology.cp_size)
             return RunCosts(costs, name)
-        options = {
-            "use_megatron_fsdp": topology.fully_sharded,
-            **self.script_options,
-            "balance_cost": name,
-            "balance_attention_rate": None if self.rates is None else self.attention_rate,
-        }
         return run_costs(
-            options,
+            {"use_megatron_fsdp": topology.fully_sharded, **self.script_options, "balance_cost": name},
             topology=topology,
             shape=self._known_shape,
             calibration=self.calibration if name == "seconds" else None,
-            tflops=ASSUMED_TFLOPS if self.rates is None else self.rates[0],
+            tflops=self.tflops or ASSUMED_TFLOPS,
         )
 
     def split_advice(self, topology: Topology, lengths: NDArray[np.int64]) -> str:
@@ -117,7 +84,9 @@ class CompareCosts:
         if self.shape is None or self.name != "flops":
             return ""
         layout = layout_of(self.script_options, topology=topology, shape=self.shape)
-        return split_advice(layout, shape=self.shape, lengths=lengths, attention_rate=self.attention_rate)
+        return split_advice(
+            layout, shape=self.shape, lengths=lengths, attention_rate=self.on(topology).attention_rate or 1.0
+        )
 
     @property
     def assumes_bandwidth(self) -> bool:
@@ -133,15 +102,16 @@ class CompareCosts:
         """From the cost that judges on these ranks to time on one pipeline stage."""
         if self.name == "seconds":  # of each rank
             return TimeScale("s", 1 / (UNITS_PER_SECOND * topology.pp_size))
-        flops = self.rates[0] * 1e12 if self.rates is not None else 1.0
-        return TimeScale("s" if self.rates is not None else self.name, 1 / (flops * topology.gpus_per_rank))
+        if self.name == "flops" and self.tflops is not None:
+            return TimeScale("s", 1 / (self.tflops * 1e12 * topology.gpus_per_rank))
+        return TimeScale(self.name, 1 / topology.gpus_per_rank)
 
     def text(self, topology: Topology) -> str:
         """The cost and its speed as text."""
         names = {"flops": f"FLOPs of {in_a_line(self.model)}" if self.model else "FLOPs", "seconds": "seconds of a run"}
         text = names.get(self.name, self.name)
-        if self.rates is not None:
-            text += f" at {self.rates[0]:g} TFLOPS a GPU"
+        if self.name == "flops" and self.tflops is not None:
+            text += f" at {self.tflops:g} TFLOPS a GPU"
         elif self.name != "seconds":
             text += ". For seconds add --model and --device, or --cost seconds.json"
         return ". ".join([text, *(line.removesuffix(".") for line in self.on(topology).log_lines)])

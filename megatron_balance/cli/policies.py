@@ -100,8 +100,6 @@ class Comparison:
         flags += " --balance-data"
         policies.append(Policy("balance-data", flags, tokens))
         flags += " --balance-by-flops"
-        if costs.attention_rate != costs.default_rate:
-            flags += f" --balance-attention-rate {costs.attention_rate:g}"
         if costs.name == "flops" or costs.shape is not None:
             policies.append(Policy("by-flops", flags, costs.on(self.topology, name="flops").model))
         if costs.name == "seconds":
@@ -135,7 +133,9 @@ class Comparison:
             "bf16": policy.shares,  # kernels that merge take no fp32
         }
         fields = {} if shape is None else vars(shape)  # they have the names of Megatron's options
-        return {**fields, **sizes, **vars(parse_flags(policy.flags.split())[0]), **self.costs.script_options}
+        flags = vars(parse_flags(policy.flags.split())[0])
+        # Attention's rate is of FLOPs, which judge policies that plan by tokens as well.
+        return {**fields, **sizes, **flags, **self.costs.script_options, "balance_attention_rate": None}
 
     def command(self, policy: Policy) -> str:
         """The command that trains under a policy."""

@@ -67,11 +67,6 @@ def resolve_cost(cost: str | Calibration | None = None, *, model: Model | None =
     )
 
 
-def default_attention_rate(num_experts: int, *, fp8: bool = False) -> float:
-    """The rate that training takes without `--balance-attention-rate`."""
-    return ATTENTION_RATES["moe" if num_experts else "dense", "fp8" if fp8 else "bf16"]
-
-
 def assumed_link(topology: Topology) -> float:
     """Bytes a second between the ranks of the largest context-parallel group."""
     # Megatron numbers ranks with tensor parallelism innermost, then context, then data parallelism, and launchers put
@@ -151,11 +146,10 @@ def run_costs(
         if topology.dynamic_cp or topology.fully_sharded:
             log_lines.append("Tokens do not count what a rank receives from others: add --balance-cost flops.")
     if cost is None:
-        model, rate, reason = shape(), options.get("balance_attention_rate"), "--balance-attention-rate"
+        model, rate = shape(), options.get("balance_attention_rate")
         if rate is None:
-            rate = default_attention_rate(model.num_experts, fp8=bool(options.get("fp8")))
-            reason = f"what loses least over published GPUs for this precision and kind of model; {reason} sets it"
-        log_lines.append(f"FLOPs count attention at {rate:g} times the rate of all else: {reason}.")
+            rate = ATTENTION_RATES["moe" if model.num_experts else "dense", "fp8" if options.get("fp8") else "bf16"]
+        log_lines.append(f"FLOPs count attention at {rate:g} times the rate of all else (--balance-attention-rate).")
         cost = CostModel.from_shape(
             model,
             ep_size=topology.ep_size,
