@@ -68,9 +68,7 @@ def plan_of(
         lengths, cost_model=cost_model, topology=topology.with_cp_size(1), move_samples=policy != "packed", **shared
     )
     sizes = at_one.cp_size_grid
-    return DataSchedule.from_assignment(
-        Problem.of(lengths, **options), at_one.microbatch_of, sizes, algorithm=policy
-    ).check()
+    return DataSchedule.from_assignment(Problem.of(lengths, **options), at_one.microbatch_of, sizes).check()
 
 
 if __name__ == "__main__":

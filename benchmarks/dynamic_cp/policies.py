@@ -57,7 +57,6 @@ def plan(
         Problem.of(lengths, objective="step", **options),
         rank * cp_size * fixed.num_microbatches + slot,
         np.where(is_run, cp_size, 1).repeat(cp_size, axis=0),
-        algorithm=f"CP{cp_size}",
     ).check()
 
 

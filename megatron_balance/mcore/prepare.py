@@ -30,7 +30,7 @@ from megatron_balance.mcore.loss_weights import joined, loss_weights
 from megatron_balance.mcore.plan_process import PlanProcess
 from megatron_balance.mcore.setup.layout import RankCoords
 from megatron_balance.mcore.setup.settings import Settings
-from megatron_balance.planner import DataSchedule, Forest, Images
+from megatron_balance.planner import DataSchedule, Forest
 from megatron_balance.planner.speeds import with_speeds
 from megatron_balance.runtime.exchange import reroute_samples
 from megatron_balance.runtime.failure import Failure, attempt, check_same_schedule
@@ -254,7 +254,7 @@ class StepBuilder:
     def _plan(self, gathered: GatheredLengths, *, forest: Forest | None, settings: Settings) -> DataSchedule:
         schedule = self._plans.plan(
             gathered.lengths,
-            image_patches=Images(gathered.values[:, :2]) if self._counts_images else None,
+            image_patches=gathered.values[:, :2] if self._counts_images else None,
             home_ranks=gathered.home_ranks,
             forest=forest,
             **settings.planning,

@@ -21,7 +21,7 @@ from megatron_balance.planner.objective import (
     waiting,
 )
 from megatron_balance.planner.partition import karmarkar_karp, partition_items
-from megatron_balance.planner.problem import Images, Problem, as_integers, number_groups
+from megatron_balance.planner.problem import Problem, as_integers, number_groups
 from megatron_balance.planner.schedule import Assignment, DataSchedule
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Batch",
     "DataSchedule",
     "Forest",
-    "Images",
     "OBJECTIVES",
     "Problem",
     "ScheduleMetrics",

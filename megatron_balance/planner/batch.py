@@ -267,7 +267,7 @@ def batch_of(problem: Problem) -> Batch | SizedBatch | ForestBatch:
             tokens,
             cp_size=size if topology.dynamic_cp else 1,
             shift=shift,
-            image_patches=None if images is None else images.sums,
+            image_patches=images,
             copies=copies,
         )
         padded, scaled, shift = [tokens, *padded], [costs, *scaled], costs.shift

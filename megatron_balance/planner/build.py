@@ -30,7 +30,6 @@ from megatron_balance.planner.partition import partition_items, plan_karmarkar_k
 from megatron_balance.planner.piece_packing import plan_pieces
 from megatron_balance.planner.pipeline_packing import plan_pipeline
 from megatron_balance.planner.problem import (
-    Images,
     Ints,
     Problem,
     as_integers,
@@ -125,7 +124,7 @@ def build_data_schedule(
     algorithm: str = "auto",
     num_microbatches: int | None = None,
     num_segments: Sequence[int] | NDArray[Any] | None = None,
-    image_patches: Sequence[Sequence[int]] | Images | None = None,
+    image_patches: Sequence[Sequence[int]] | Ints | None = None,
     groups: Sequence[Hashable] | NDArray[Any] | None = None,
     home_ranks: Sequence[int] | NDArray[Any] | None = None,
     forest: Forest | None = None,
@@ -249,7 +248,7 @@ def build_data_schedule(
     if set_of is not None:
         microbatch_of, batch = microbatch_of[set_of], None
     return DataSchedule.from_assignment(
-        problem, microbatch_of, cp_sizes, algorithm=algorithm, batch=batch, move_samples=move_samples, groups=group_of
+        problem, microbatch_of, cp_sizes, batch=batch, move_samples=move_samples, groups=group_of
     )
 
 

@@ -78,31 +78,22 @@ def groups_that_split(groups: Ints, *, ranks: Ints) -> Ints:
     return np.unique(groups[rank_of[groups] != ranks])
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """The images of every sample: what the vision encoder runs for it, beside its tokens.
+def sum_images(image_patches: Sequence[Sequence[int]] | Ints, *, num_samples: int) -> Ints:
+    """`[num_samples, 2]` the sums, over the images of each sample, of their patches and of their squared patches.
 
-    The cost of an image is a polynomial of degree two in its patches, so two sums describe all images of a sample.
+    The cost of an image is a polynomial of degree two in its patches, so these describe all images of a sample.
+    `image_patches`: for each sample the patches of each of its images, or these sums.
     """
-
-    sums: Ints  # [num_samples, 2] over a sample's images of their patches, and of their squared patches
-
-    @classmethod
-    def of(cls, image_patches: Sequence[Sequence[int]] | Images, *, num_samples: int) -> Images:
-        """The images of samples: for each one the patches of each of its images, or their sums."""
-        values = image_patches.sums if isinstance(image_patches, Images) else image_patches
-        try:
-            counts = [] if isinstance(image_patches, Images) else [len(patches_of) for patches_of in image_patches]
-            num_given = len(values)
-        except TypeError as error:
-            raise BalanceError(f"image_patches is no list of lists: {error}. Give each sample's patches.") from error
-        check_count("image_patches", num_given, count=num_samples)
-        if isinstance(image_patches, Images):
-            return image_patches
-        flat = [num_patches for patches_of in image_patches for num_patches in patches_of]
-        patches = as_integers(flat, name="image_patches", bits=24)  # so that sums of squares fit in int64
-        counts_of = np.array(counts, dtype=np.int64)
-        return cls(np.stack([sum_segments(power, num_segments=counts_of) for power in (patches, patches**2)], axis=1))
+    try:
+        counts = np.array([len(patches_of) for patches_of in image_patches], dtype=np.int64)
+    except TypeError as error:
+        raise BalanceError(f"image_patches is no list of lists: {error}. Give each sample's patches.") from error
+    check_count("image_patches", counts.size, count=num_samples)
+    if isinstance(image_patches, np.ndarray):
+        return image_patches
+    flat = [num_patches for patches_of in image_patches for num_patches in patches_of]
+    patches = as_integers(flat, name="image_patches", bits=24)  # so that sums of squares fit in int64
+    return np.stack([sum_segments(power, num_segments=counts) for power in (patches, patches**2)], axis=1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,7 +107,7 @@ class Problem:
     objective: str
     num_segments: Ints | None = None
     segment_lengths: Ints | None = None
-    images: Images | None = None
+    images: Ints | None = None  # as `sum_images` returns
     home_ranks: Ints | None = None
     forest: Forest | None = None
 
@@ -130,7 +121,7 @@ class Problem:
         limits: Limits,
         objective: str = "auto",
         num_segments: Sequence[int] | NDArray[Any] | None = None,
-        image_patches: Sequence[Sequence[int]] | Images | None = None,
+        image_patches: Sequence[Sequence[int]] | Ints | None = None,
         home_ranks: Sequence[int] | NDArray[Any] | None = None,
         forest: Forest | None = None,
     ) -> Problem:
@@ -138,7 +129,6 @@ class Problem:
         check_kind("cost_model", cost_model, CostModel)
         check_kind("topology", topology, Topology)
         check_kind("limits", limits, Limits)
-        check_kind("objective", objective, str)
         objective = resolve_objective(objective, topology=topology)
         segments = as_integers(lengths, name="lengths")
         counts = None if num_segments is None else as_integers(num_segments, name="num_segments")
@@ -165,7 +155,7 @@ class Problem:
             objective=objective,
             num_segments=counts,
             segment_lengths=None if counts is None else segments,
-            images=None if image_patches is None else Images.of(image_patches, num_samples=original.size),
+            images=None if image_patches is None else sum_images(image_patches, num_samples=original.size),
             home_ranks=homes,
             forest=forest,
         )

@@ -137,7 +137,6 @@ class DataSchedule(Assignment):
             and the costliest language phase; `pipeline`: the largest makespan.
         lower_bound: a cost that no plan that moves samples freely can beat.
         objective: `step`, `microbatch` or `pipeline`.
-        algorithm: name of the algorithm that made the plan.
         lengths: `[num_samples]` int64 original tokens.
         num_segments: `[num_samples]` int64 segments of each sample, or None where each is one.
         segment_lengths: `[sum(num_segments)]` int64 original tokens, or None where each sample is one.
@@ -164,7 +163,6 @@ class DataSchedule(Assignment):
     cost_grid: NDArray[Any]
     predicted_cost: int
     lower_bound: int
-    algorithm: str
     move_samples: bool
     groups: Ints | None
 
@@ -175,7 +173,6 @@ class DataSchedule(Assignment):
         microbatch_of: Ints,
         cp_sizes: Ints,
         *,
-        algorithm: str,
         batch: Batch | SizedBatch | ForestBatch | None = None,
         move_samples: bool = True,
         groups: Ints | None = None,
@@ -190,7 +187,6 @@ class DataSchedule(Assignment):
             cost_grid=grid,
             predicted_cost=predicted,
             lower_bound=bound,
-            algorithm=algorithm,
             move_samples=move_samples,
             groups=groups,
         )
@@ -243,10 +239,9 @@ class DataSchedule(Assignment):
         owners = self.owner_slots()[cp_rank :: self.topology.cp_size]
         dp_rank, slot = np.nonzero(self.cp_size_grid[cp_rank :: self.topology.cp_size])
         owner, counts = owners[dp_rank, slot], self.microbatch_counts()
-        copied = counts[owner]
-        first = (np.cumsum(counts) - counts)[owner]
-        index = np.repeat(first - (np.cumsum(copied) - copied), copied) + np.arange(int(copied.sum()))
-        samples, ranks = self.sample_ids()[index], np.repeat(dp_rank, copied)
+        ids: list[Ints] = np.split(self.sample_ids(), np.cumsum(counts)[:-1])
+        sources: list[int] = owner.tolist()
+        samples, ranks = np.concatenate([ids[index] for index in sources]), np.repeat(dp_rank, counts[owner])
         by_sample = np.lexsort((ranks, samples))
         return samples[by_sample], ranks[by_sample]
 

@@ -63,7 +63,6 @@ def with_speeds(schedule: DataSchedule, speeds: Sequence[int]) -> DataSchedule:
         schedule,
         slots,
         schedule.cp_size_grid,
-        algorithm=schedule.algorithm,
         move_samples=schedule.move_samples,
         groups=schedule.groups,
     )

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
-from megatron_balance.planner import Forest, Images, Problem, as_integers, resolve_objective
+from megatron_balance.planner import Forest, Problem, as_integers, resolve_objective
 from megatron_balance.record.step import StepRecord, rows_of
 from megatron_balance.topology import Limits, Topology
 
@@ -108,7 +108,7 @@ def line_of(step: StepRecord) -> dict[str, Any]:
     """A step without its measurements, by name: numbers, and arrays of integers."""
     arrays = {"segment_lengths": step.segments, "num_segments": step.num_segments, "home_ranks": step.home_ranks}
     arrays |= {"microbatch_of": step.microbatch_of, "cp_sizes": step.cp_size_grid.ravel(), "rows": step.rows}
-    arrays["image_sums"] = None if step.images is None else step.images.sums.ravel()
+    arrays["image_sums"] = None if step.images is None else step.images.ravel()
     if step.forest is not None:
         arrays |= {name: getattr(step.forest, name) for name in _FOREST}
     line = {name: array for name, array in arrays.items() if array is not None}
@@ -122,7 +122,7 @@ def step_of(line: Mapping[str, Any], *, info: RunInfo) -> StepRecord:
     problem = Problem.of(
         line["segment_lengths"],
         num_segments=line.get("num_segments"),
-        image_patches=Images(arrays["image_sums"].reshape(-1, 2)) if "image_sums" in arrays else None,
+        image_patches=arrays["image_sums"].reshape(-1, 2) if "image_sums" in arrays else None,
         home_ranks=line.get("home_ranks"),
         forest=Forest.from_nodes(*(line[name] for name in _FOREST)) if "node_of" in line else None,
         cost_model=info.cost_model,

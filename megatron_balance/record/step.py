@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_balance.planner import Assignment, DataSchedule, Images, Problem, batch_of, slowest_over_mean, waiting
+from megatron_balance.planner import Assignment, DataSchedule, Problem, batch_of, slowest_over_mean, waiting
 
 UNMEASURED = np.zeros((0, 0))
 
@@ -128,7 +128,7 @@ class StepRecord(Assignment):
             lengths=np.bincount(rows, self.lengths, num_rows).astype(np.int64),
             num_segments=counts,
             segment_lengths=padded,
-            images=None if self.images is None else Images(np.add.reduceat(self.images.sums, first, axis=0)),
+            images=None if self.images is None else np.add.reduceat(self.images, first, axis=0),
             home_ranks=None if self.home_ranks is None else self.home_ranks[first],
             rows=None,
             row_tokens=None,
