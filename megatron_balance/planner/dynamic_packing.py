@@ -226,7 +226,7 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
         load = outline.load
         for _ in range(_LOADS_TRIED):
             num_filled += batch.num_samples
-            packs = _fill(local, outline, load=load)
+            packs, excess = _fill(local, outline, load=load)
             plan = _shelve(batch, packs)
             times: Ints = batch.kind_grids(plan.microbatch_of, plan.cp_sizes).max(axis=1)
             order = np.arange(plan.cp_sizes.shape[1], dtype=np.int64)
@@ -236,9 +236,9 @@ def _plan_in_slots(batch: SizedBatch) -> Plan:
             if best is None or time < best[0]:
                 rank, slot = np.divmod(plan.microbatch_of, order.size)
                 best = time, Plan(rank * order.size + np.argsort(order)[slot], plan.cp_sizes[:, order])
-            if packs.spare.size <= outline.num_slots:
+            if not excess:
                 break
-            load += load // 64 + 1
+            load += max(excess // (outline.num_slots * batch.dp_cp_size), load // 256) + 1
     assert best is not None, "there is an outline for any samples"
     return best[1]
 
@@ -320,8 +320,8 @@ class _Packs:
         return max(-(-costs // max(self.load, 1)), -(-tokens // self.batch.cap), int(ids.size > 0))
 
 
-def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> _Packs:
-    """Packs for all samples, in dominated slots up to their dominant sample, else of `load`."""
+def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> tuple[_Packs, int]:
+    """Packs for all samples, in dominated slots up to their dominant sample, else of `load`; and the work beyond."""
     levels = batch.levels_within(outline.limit)
     costs, tokens = batch.at(batch.costs, levels), batch.at(batch.tokens, levels)
     high = np.flatnonzero((costs > load) | (tokens > batch.cap))
@@ -335,6 +335,7 @@ def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> _Packs:
     room = np.where(tokens[high] > batch.cap, -1, batch.cap - tokens[high])
     packs = _Packs(batch, levels[high], tops[slot_of] - costs[high], room, pack_of, tops, spare, load)
     packs.add_slots(max(outline.num_slots - tops.size, 0))
+    excess = 0
     for level in range(batch.num_levels - 1, -1, -1):
         ids = np.flatnonzero((levels == level) & (pack_of < 0))
         ids = ids[np.argsort(-costs[ids], kind="stable")]
@@ -347,8 +348,9 @@ def _fill(batch: SizedBatch, outline: _Outline, *, load: int) -> _Packs:
                 continue
             for larger in range(level + 1, batch.num_levels):
                 ids = packs.assign(ids, larger)
+            excess += int((batch.costs[level, ids] << level).sum())
             packs.add_slots(-(-(packs.num_required(ids, level) << level) // batch.dp_cp_size))
-    return packs
+    return packs, excess
 
 
 def _shelve(batch: SizedBatch, packs: _Packs) -> Plan:
