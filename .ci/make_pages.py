@@ -22,7 +22,16 @@ from table import DYNAMIC_CP, ROWS, SHARED, SHARED_ROWS, Row
 
 from megatron_balance.cli import build_parser
 from megatron_balance.mcore.setup.flags import add_balance_args, parse_flags
-from megatron_balance.mcore.setup.rules import CAUTIONS, FLAG_RULES, RULES, UNTRIED, Rule, dynamic_cp_problem, messages
+from megatron_balance.mcore.setup.rules import (
+    CAUTIONS,
+    FLAG_RULES,
+    PACKAGES,
+    RULES,
+    UNTRIED,
+    Rule,
+    flag_of,
+    messages,
+)
 
 _FLAGS = """\
 # Flags
@@ -111,41 +120,41 @@ def options_page() -> str:
 
 
 _NAMED = {
-    "not balanced": "no flag that balances",
-    "documents": "`--dataloader-inter-document-masking`",
-    "stock evaluation": "stock evaluation",
-    "context parallel": "context parallelism",
-    "aux loss": "an auxiliary loss of routers",
-    "experts span replicas": "experts spread over model replicas",
-    "expert tensors span replicas": "experts whose tensor-parallel ranks are spread over model replicas",
-    "weights are sharded over data": "weights sharded over data-parallel ranks",
-    "delta net": "gated delta nets",
-    "mamba": "Mamba layers",
-    "dsa": "sparse attention (DSA)",
-    "autotuned": "settings that are `auto`",
+    ":not_balanced": "no flag that balances",
+    "!balance_evaluation": "`--no-balance-evaluation`",
+    ":context_parallel": "context parallelism",
+    ":expert_tensors_span_replicas": "experts on more tensor-parallel ranks than other layers",
+    ":weights_are_sharded_over_data": "weights sharded over data-parallel ranks",
+    ":delta_net": "gated delta nets",
+    ":mamba": "Mamba layers",
+    ":dsa": "sparse attention (DSA)",
+    ":autotuned": "settings that are `auto`",
 }
 """What conditions of rules.py that have a name stand for."""
 
 
 def _condition(rule: Rule) -> str:
     """Its terms in words: "`--a` other than x with `--b` and `--c` above 1, without `--d`"."""
-    present = [_phrase(term.words) for term in rule.terms if not term.words.startswith("without ")]
-    absent = [_phrase(term.words.removeprefix("without ")) for term in rule.terms if term.words.startswith("without ")]
+    terms = rule.condition.split()
+    absent = [term for term in terms if term.startswith("!") and "=" not in term and term not in _NAMED]
+    present = [_phrase(term) for term in terms if term not in absent]
     text = " with ".join(filter(None, [*present[:1], " and ".join(present[1:])]))
-    return " without ".join(filter(None, [text, " or ".join(absent)])) if present else f"no {' or '.join(absent)}"
+    without = " or ".join(_phrase(term[1:]) for term in absent)
+    return " without ".join(filter(None, [text, without])) if present else f"no {without}"
 
 
-def _phrase(words: str) -> str:
-    """A term without its `without`."""
-    match = re.fullmatch(r"([^!=<>]+)(!=|=|<|>)?(.*)", words)
-    assert match is not None, words
-    names, operator, value = match.groups(default="")
-    if names in _NAMED:
-        return _NAMED[names]
+def _phrase(term: str) -> str:
+    """A term in words."""
+    if term in _NAMED:
+        return _NAMED[term]
+    match = re.fullmatch(r"(!?)([\w/]+)([=<>]?)(.*)", term)
+    assert match is not None, term
+    negation, names, operator, value = match.groups()
     values = " or ".join(text for text in value.split(",") if text not in ("None", "False"))
-    is_release = names in ("transformer-engine", "megatron-core", "torch")
-    relations = {"": "", "=": "", "!=": "other than ", ">": "above ", "<": "before " if is_release else "below "}
-    flags = " or ".join(name if is_release else f"`{name}`" for name in names.split("/"))
+    relations = {"": "", "=": "other than " if negation else "", ">": "above ", "<": "below "}
+    if names in PACKAGES:
+        return f"{PACKAGES[names]} before {value}"
+    flags = " or ".join(f"`{flag_of(name)}`" for name in names.split("/"))
     return f"{flags} {relations[operator] * bool(values)}{values}".rstrip()
 
 
@@ -171,8 +180,8 @@ def models_page() -> str:
         shown = [_tests(cell) for cell in cells]
         if not cells[2]:
             options, _ = parse_flags(f"{rows[0].stock} {DYNAMIC_CP}".split(), with_megatron=True)
-            problem = dynamic_cp_problem(vars(options))
-            shown[2] = "not tested" if problem is None else f"refused: {_cell(problem)}"
+            problems = messages(vars(options), "Context parallelism of each micro-batch")
+            shown[2] = f"refused: {_cell(problems[0])}" if problems else "not tested"
         shared = [row for row in SHARED_ROWS if name in _models(row)]
         options, _ = parse_flags(f"{rows[0].stock} {SHARED} {_SHAREABLE}".split(), with_megatron=True)
         problems = messages(vars(options), "Shared prefixes")

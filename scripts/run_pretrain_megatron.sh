@@ -10,7 +10,7 @@
 #
 # GPUS=8 GPUs of each node; NODES, NODE_RANK, MASTER as torchrun has them; DRY_RUN=1 prints the command only.
 # Attention stays inside a document (--dataloader-inter-document-masking), so documents are what is moved and packed.
-# Expert parallelism makes ranks meet in every micro-batch: --balance-objective auto then evens out every slot.
+# Expert parallelism makes ranks meet in every micro-batch: plans then even out every slot.
 set -euo pipefail
 
 source "$(dirname "$0")/launch.sh"

@@ -17,7 +17,7 @@ from drift.sources import open_sources
 
 from megatron_balance.hooking import Hook
 from megatron_balance.mcore import add_balance_args, hooks
-from megatron_balance.mcore.setup.rules import RULES
+from megatron_balance.mcore.setup.rules import RULES, names_of
 
 STOCK = {
     "up/__init__.py": "",
@@ -139,7 +139,7 @@ def options():
 
 
 def test_every_option_is_in_a_rule_or_was_reviewed(options):
-    in_rules = {name for rule in RULES for term in rule.terms for name in term.names}
+    in_rules = {name for rule in RULES for name in names_of(rule.condition)}
     lines = REVIEWED.read_text("utf-8").splitlines()
     patterns = [name for line in lines if not line.startswith("#") for name in line.split()]
     left = [name for name in options - in_rules if not any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -150,5 +150,5 @@ def test_every_rule_is_of_an_option(options):
     ours = {action.dest for action in add_balance_args(argparse.ArgumentParser())._actions}
     ours |= {"balance_auto_cap"}  # of --max-tokens-per-gpu auto
     for rule in RULES:
-        names = {name for term in rule.terms for name in term.names} - ours
+        names = {*names_of(rule.condition)} - ours
         assert not names or names & (options | NOT_IN_EVERY_RELEASE), rule

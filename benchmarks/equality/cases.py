@@ -69,9 +69,6 @@ POLICIES = {
     "moved, one a micro-batch": "--balance-data",
     "packed in place": _PACKED,
     "by FLOPs in place": f"{_PACKED} --balance-by-flops",
-    "objective step": f"{_BY_FLOPS} --balance-objective step",
-    "objective microbatch": f"{_BY_FLOPS} --balance-objective microbatch",
-    "objective pipeline": f"{_BY_FLOPS} --balance-objective pipeline",
     "Karmarkar-Karp": f"{_BY_FLOPS} --balance-algorithm karmarkar_karp",
 }
 

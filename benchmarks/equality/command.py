@@ -51,7 +51,6 @@ GROUPS = {
     "by tokens": ("by tokens",),
     "one a micro-batch": ("moved, one a micro-batch",),
     "in place": ("packed in place", "by FLOPs in place"),
-    "objectives": ("objective step", "objective microbatch", "objective pipeline"),
     "algorithms": ("Karmarkar-Karp",),
 }
 """Columns of the table, and the policies of each."""

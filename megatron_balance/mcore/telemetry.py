@@ -229,7 +229,7 @@ def run_info(settings: Settings, *, args: Namespace | None) -> RunInfo:
         limits=settings.limits,
         cost_model=costs.model,
         cost_name=costs.name,
-        objective=resolve_objective(settings.objective, topology=settings.topology),
+        objective=resolve_objective("auto", topology=settings.topology),
         policy=settings.policy,
         environment=environment(device_kind()) | rate | recompute | inputs,
         row_tokens=settings.row_tokens,

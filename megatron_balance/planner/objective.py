@@ -36,7 +36,7 @@ from megatron_balance.topology import Topology
 Ints = NDArray[np.int64]
 
 OBJECTIVES = ("auto", "step", "microbatch", "pipeline")
-"""Names that `--balance-objective` and `build_data_schedule` take."""
+"""Names that `build_data_schedule` takes."""
 
 PeerWait = Callable[[Ints, Ints], Ints]
 """Maps times `[num_ranks, n]` at which ranks are ready for slots `[n]` to those at which their peers are ready too."""

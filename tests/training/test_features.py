@@ -146,9 +146,9 @@ def test_the_log_counts_samples_over_the_cap(train, row):
 
 @about("DP2", "one-flag")
 def test_one_flag_says_what_it_chose(train, row):
-    (line,) = (x for x in run_of(train, row).log(0).splitlines() if "--balance chose" in x)
-    assert "--use-dynamic-batch-size (" in line
-    assert "--balance-cost flops (" in line
+    (line,) = (x for x in run_of(train, row).log(0).splitlines() if "--balance sets" in x)
+    assert "--use-dynamic-batch-size, " in line
+    assert "--balance-cost flops;" in line
     assert "--max-tokens-per-gpu" not in line
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_balance.errors import BalanceError, RefusedError
 from megatron_balance.hooking import is_off
-from megatron_balance.mcore.setup.rules import RULES, messages, problems
-from megatron_balance.planner import OBJECTIVES
+from megatron_balance.mcore.setup.rules import flag_text, problems
 
 ALL_RANKS = "all"
 """`--balance-dynamic-cp` without a largest size."""
@@ -44,8 +42,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--balance",
         action="store_true",
-        help="Enable packing under a stock micro-batch's tokens, moving samples and FLOPs as costs, each unless a rule "
-        "or a caution excludes it, and nothing else. The log names each choice and its reason.",
+        help="Enable packing under a stock micro-batch's tokens, moving samples and FLOPs as costs, "
+        "each unless it is given, and nothing else. The log names what it sets.",
     )
     add(
         "--use-dynamic-batch-size",
@@ -99,17 +97,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "Without it, what loses least over the published GPUs for the run's precision and kind of model.",
     )
     add(
-        "--balance-objective",
-        choices=OBJECTIVES,
-        default="auto",
-        help="When ranks wait for each other: once a step, in every micro-batch (expert parallelism, FSDP, "
-        "--fp8-recipe delayed), or in a pipeline; auto reads it from the options.",
-    )
-    add(
         "--balance-algorithm",
-        choices=("auto", "karmarkar_karp"),
-        default="auto",
-        help="auto: level packing. karmarkar_karp: largest differencing over ranks, then over their micro-batches.",
+        choices=("karmarkar_karp",),
+        help="Give samples to ranks, then to their micro-batches, by largest differencing in place of level packing.",
     )
     add(
         "--balance-unpad",
@@ -206,48 +196,27 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def fill_in(flags: argparse.Namespace, *, options: Mapping[str, Any]) -> None:
-    """Set what `--balance` leaves open, and note in `flags.balance_choices` each choice and its reason.
+    """Set what `--balance` leaves open, and say in `flags.balance_choices` what it set.
 
-    It follows from the command line and the installed releases alone, so that all ranks choose the same. `options` is
-    a view in which the flags show.
+    It follows from the command line alone, so that all ranks choose the same; `options` is a view in which the flags
+    show.
     """
-    choices: list[str] = []
-    flags.balance_choices = choices
     if flags.balance_loss_weighting is not None and hasattr(flags, "calculate_per_token_loss"):
         flags.calculate_per_token_loss = True  # other loops have built their model
-    # The tokens of a stock micro-batch are known to fit. Lengths may come later.
+    # The tokens of a stock micro-batch are known to fit.
     rows, tokens = options.get("micro_batch_size") or 1, options.get("seq_length") or 0
-    cp_size = options.get("context_parallel_size") or 1
+    stock_tokens = -(-rows * tokens // (options.get("context_parallel_size") or 1))
     if flags.max_tokens_per_gpu == "auto":
-        flags.max_tokens_per_gpu, flags.balance_auto_cap = -(-rows * tokens // cp_size), True
+        flags.max_tokens_per_gpu, flags.balance_auto_cap = stock_tokens, True
     if not flags.balance:
         return
-    general = set(_objections(options))
-
-    def choose(name: str, value: object, reason: str) -> None:
-        if getattr(flags, name) is not None:
-            return
-        flag = f"--{name.replace('_', '-')}"
-        trial = ChainMap({name: value}, dict(options))
-        objection = next((message for message in _objections(trial) if message not in general), None)
-        if objection is not None:
-            choices.append(f"no {flag} ({objection.rstrip('.')}; add it by name all the same)")
-        else:
-            setattr(flags, name, value)
-            choices.append(f"{flag if value is True else f'{flag} {value}'} ({reason})")
-
-    if flags.use_dynamic_batch_size is not False and tokens:
-        reason = f"as a stock micro-batch: --micro-batch-size {rows} times --seq-length {tokens}"
-        reason += f" over {cp_size} context-parallel ranks" if cp_size > 1 else ""
-        choose("max_tokens_per_gpu", -(-rows * tokens // cp_size), reason)
-    choose("use_dynamic_batch_size", True, "samples share micro-batches, and padding is not computed")
-    choose("balance_data", True, "samples move to ranks that would wait")
-    if flags.use_dynamic_batch_size:
-        choose("balance_cost", "flops", "attention grows with the square of a sample's length")
-    if flags.use_dynamic_batch_size and flags.balance_data and flags.balance_dynamic_cp is None:
-        choices.append("no --balance-dynamic-cp (it has run on no GPU; add it by name where samples are long)")
-
-
-def _objections(options: Mapping[str, Any]) -> list[str]:
-    """All refusals and cautions, those among them that a run without balancing does not meet."""
-    return messages(options, *{rule.subject for rule in RULES})
+    choices: dict[str, object] = {"use_dynamic_batch_size": True, "balance_data": True}
+    if flags.use_dynamic_batch_size is not False:
+        choices |= {"max_tokens_per_gpu": stock_tokens, "balance_cost": "flops"}
+    choices = {name: value for name, value in choices.items() if getattr(flags, name) is None}
+    vars(flags).update(choices)
+    texts = [flag_text(name, value) for name, value in choices.items()]
+    flags.balance_choices = (
+        f"{', '.join(texts)}; a stock micro-batch has {stock_tokens} tokens on a GPU. It leaves out "
+        "--balance-dynamic-cp, which no GPU has run: add it by name where samples are long."
+    )

@@ -9,15 +9,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import RunCosts, run_costs
 from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
-from megatron_balance.mcore.setup.rules import Options, autotuned, cautions, has_delta_net, holds
+from megatron_balance.mcore.setup.rules import Options, autotuned, cautions, flag_text, holds
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.runtime.process import device_nbytes
 from megatron_balance.topology import Limits, Topology
 
 
@@ -34,8 +31,7 @@ class Settings:
     costs: RunCosts
     eval_limits: Limits | None = None
     balance_data: bool = True
-    objective: str = "auto"
-    algorithm: str = "auto"
+    algorithm: str | None = None
     unpad: int | str | None = None
     loss_weighting: str | None = None  # None by tokens
     share_prefixes: bool = False
@@ -72,8 +68,7 @@ class Settings:
             "cost_model": self.costs.model,
             "topology": topology,
             "limits": limits,
-            "objective": self.objective,
-            "algorithm": self.algorithm,
+            "algorithm": self.algorithm or "auto",
             "move_samples": self.balance_data,
         }
 
@@ -84,11 +79,10 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     costs_of = partial(run_costs, options, topology=topology, shape=shape)
     costs = costs_of(cost=cost)
     choices, rows = options.get("balance_choices"), options.get("micro_batch_size") or 1
-    log_lines = [f"--balance chose {'; '.join(choices)}"] if choices else []
+    log_lines = [f"--balance sets {choices}"] if choices else []
     log_lines += costs.log_lines
     if topology.max_cp_size and options["balance_dynamic_cp"] == ALL_RANKS:
         log_lines.append(f"at most {topology.max_cp_size} ranks share a sample: each gets as many heads of its layers.")
-    warnings = [*cautions(options), *logits_caution(options, topology=topology)]
     num_tuned, tuned = autotuned(options)
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
@@ -113,8 +107,8 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         overlaps_experts=bool(options.get("overlap_moe_expert_parallel_comm")),
         log_interval=options.get("log_interval") or 0,
         num_steps=options.get("train_iters"),
-        counts_router_tokens=_routers_count_tokens(options),
-        few_shapes=_takes_empty_sequences(options),
+        counts_router_tokens=holds(_ROUTERS_COUNT_TOKENS, options),
+        few_shapes=not any(holds(condition, options) for condition in _MISCOUNT_EMPTY),
         policy=policy_of(options),
         row_tokens=options.get("seq_length") if holds("sft/dataloader_inter_document_masking", options) else None,
         num_rows=options.get("global_batch_size"),
@@ -122,35 +116,11 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         tuned=tuned,
         costs_of=costs_of,
         resumes=bool(options.get("load") and options.get("iteration")),
-        log_lines=(*log_lines, *(f"WARNING: {text}" for text in warnings)),
+        log_lines=(*log_lines, *(f"WARNING: {text}" for text in cautions(options))),
     )
 
 
-def logits_nbytes(options: Options, *, topology: Topology) -> tuple[int, str]:
-    """Bytes of the fp32 logits of the longest micro-batch on a GPU, 0 where not known, and the flag that sets it."""
-    # A sample over the cap runs alone, on as many context-parallel ranks as may share it.
-    longest = -(-(options.get("seq_length") or 0) // topology.dynamic_cp_sizes[-1])
-    rows = 1 if options["use_dynamic_batch_size"] else options.get("micro_batch_size") or 1
-    tokens, flag = max((options.get("max_tokens_per_gpu") or 0, "max_tokens_per_gpu"), (longest * rows, "seq_length"))
-    vocabulary = options.get("padded_vocab_size") or options.get("vocab_size") or 0
-    is_fused = options.get("cross_entropy_loss_fusion") and options.get("cross_entropy_fusion_impl") == "linear"
-    return 0 if is_fused else 4 * tokens * vocabulary // topology.tp_size, f"--{flag.replace('_', '-')} {options[flag]}"
-
-
-def logits_caution(options: Options, *, topology: Topology) -> list[str]:
-    """A caution where the logits of a micro-batch take more than half of this rank's device."""
-    (nbytes, flag), device = logits_nbytes(options, topology=topology), device_nbytes()
-    if not device or 2 * nbytes <= device:
-        return []
-    name, value = flag.split()
-    return [
-        f"{flag}: the logits of so many tokens take {nbytes / 2**30:.1f} GiB in fp32 on the last stage, more than half "
-        f"of a device of {device / 2**30:.1f} GiB: lower it to {name} {int(value) * device // (2 * nbytes)}, or raise "
-        "--tensor-model-parallel-size or, for long samples, --context-parallel-size."
-    ]
-
-
-_FLAGS = ("objective", "algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
+_FLAGS = ("algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
 
 
 def timeout_of(options: Options) -> timedelta:
@@ -158,19 +128,14 @@ def timeout_of(options: Options) -> timedelta:
     return timedelta(minutes=options["distributed_timeout_minutes"])
 
 
+_POLICY = ("use_dynamic_batch_size", "balance_data", "balance_dynamic_cp", "balance_cost")
+_POLICY += ("balance_share_prefixes", "balance_algorithm")
+
+
 def policy_of(options: Options) -> str:
     """The flags that choose the plans, for people."""
-    limit = options["balance_dynamic_cp"]
-    flags = {
-        "--use-dynamic-batch-size": options["use_dynamic_batch_size"],
-        "--balance-data": options["balance_data"],
-        f"--balance-dynamic-cp {'' if limit == ALL_RANKS else limit}".rstrip(): limit is not None,
-        f"--balance-cost {options['balance_cost']}": options["balance_cost"] not in (None, "tokens"),
-        "--balance-share-prefixes": options["balance_share_prefixes"],
-        f"--balance-objective {options['balance_objective']}": options["balance_objective"] != "auto",
-        f"--balance-algorithm {options['balance_algorithm']}": options["balance_algorithm"] != "auto",
-    }
-    return " ".join(flag for flag, is_set in flags.items() if is_set)
+    values = {name: options[name] for name in _POLICY}
+    return " ".join(flag_text(name, value) for name, value in values.items() if value not in (None, False, "tokens"))
 
 
 def _limits(options: Options, micro_batch_size: int) -> Limits:
@@ -179,7 +144,7 @@ def _limits(options: Options, micro_batch_size: int) -> Limits:
     return Limits(micro_batch_size=micro_batch_size)
 
 
-WEIGHTED = "balance_loss_weighting!=token,None"
+WEIGHTED = "!balance_loss_weighting=token,None"
 
 _REDUCTIONS = (
     # transformer_block.py: one autocast a forward, at whose end Transformer Engine reduces amaxes over the group of
@@ -187,7 +152,7 @@ _REDUCTIONS = (
     "fp8 fp8_recipe=delayed !tp_only_amax_red",
     "fp8 fp8_recipe=delayed balance_dynamic_cp context_parallel_size>1",
     # moe/router.py, _apply_global_aux_loss
-    "moe_router_load_balancing_type=global_aux_loss :aux_loss",
+    "moe_router_load_balancing_type=global_aux_loss moe_aux_loss_coeff>0 num_experts",
 )
 """When all data-parallel ranks reduce a number in every micro-batch."""
 
@@ -231,16 +196,10 @@ def topology_of(options: Options, *, shape: Callable[[], ModelShape]) -> Topolog
     )
 
 
-def _takes_empty_sequences(options: Options) -> bool:
-    """Kernels skip empty sequences; delta nets miscount them, and unfused rotary code runs some kernels for each."""
-    rotates = options.get("position_embedding_type") in ("rope", "yarn", "mrope")
-    return not has_delta_net(options) and bool(options.get("apply_rope_fusion") or not rotates)
+# Kernels skip empty sequences; delta nets miscount them, and unfused rotary code runs some kernels for each.
+_MISCOUNT_EMPTY = (":delta_net", "position_embedding_type=rope,yarn,mrope !apply_rope_fusion")
 
-
-def _routers_count_tokens(options: Options) -> bool:
-    losses = np.any(np.atleast_1d(options["moe_aux_loss_coeff"])) or options["moe_z_loss_coeff"] is not None
-    return bool(options.get("num_experts") and (losses or options["moe_router_enable_expert_bias"]))
-
+_ROUTERS_COUNT_TOKENS = "moe_aux_loss_coeff/moe_z_loss_coeff/moe_router_enable_expert_bias num_experts"
 
 # Low-precision layers take multiples of tokens, to which micro-batches and the cap are rounded. They count tokens of a
 # rank, once context and sequence parallelism have split the micro-batch; docs/megatron.md has those of each recipe.
