@@ -55,7 +55,7 @@ MAX_EXPOSED, MAX_UNEVEN = 0.01, 0.1
 """Waiting for data over the time between two steps, and measured imbalance above the planned one, before an alarm."""
 
 SPEED_STEPS, MAX_SLOWDOWN = 50, 1.05
-"""Steps after which the rank that is slowest for its work is logged, and the slowdown above which it is a warning."""
+"""Steps after which the rank that is slowest for its work is looked for, and the slowdown above which it is named."""
 
 EXPOSED = (
     "steps wait for their data {:.1%} of their time: look whether the loader keeps up (--num-workers), and whether "
@@ -154,11 +154,12 @@ class Telemetry:
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-        for name, value in figures.items():
+        named = {f"balance/{name}": value for name, value in figures.items()}
+        for name, value in named.items():
             if tensorboard:
-                tensorboard.add_scalar(f"balance/{name}", value, iteration)
-            if wandb:
-                wandb.log({f"balance/{name}": value}, iteration)
+                tensorboard.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log(named, iteration)
 
     def report(self, number: int) -> tuple[int, ...]:
         """What travels with the lengths of this step: memory, and the seconds of an earlier step, 0 if not known."""
@@ -290,7 +291,7 @@ def log_line(figures: Figures) -> str:
 
 
 class Alarms:
-    """Warns once of each excess that lasts ALARM_STEPS steps in a row, and names the slowest rank each SPEED_STEPS."""
+    """Warns once of each excess that lasts ALARM_STEPS steps in a row, and of ranks that are slow for their work."""
 
     def __init__(self) -> None:
         self._num_steps = {EXPOSED: 0, UNEVEN: 0}
@@ -326,14 +327,12 @@ class Alarms:
         self._measured.clear()
         slowdowns = rank_slowdowns(costs, seconds=measured)
         rank = int(slowdowns.argmax())
-        text = (
-            f"data-parallel rank {rank} takes {slowdowns[rank]:.2f} times as long as the median rank for the same work"
-        )
         if slowdowns[rank] > MAX_SLOWDOWN:
-            remedy = "look whether its device is throttled or shared, and take its node out"
-            warn_once(f"{text}, in {SPEED_STEPS} steps: {remedy}.", topic=f"slow rank {rank}")
-        else:
-            log_info(f"speeds: {text}, and no rank longer")
+            warn_once(
+                f"data-parallel rank {rank} takes {slowdowns[rank]:.2f} times as long as the median rank for the same "
+                f"work, in {SPEED_STEPS} steps: look whether its device is throttled or shared, and take its node out.",
+                topic=f"slow rank {rank}",
+            )
 
 
 class StepTimer:
