@@ -13,18 +13,16 @@ from typing import Any
 
 import numpy as np
 from forked import import_once
-from training_run import RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS, SEED
 from benchmarks.equality.rows import NUM_ROWS, rows_of_distinct_lengths, write_rows
 from benchmarks.publish import RAW, Measured, fresh, say, table
 from benchmarks.resume.cases import SAVE_INTERVAL, Case, cases
 from benchmarks.resume.killed import kill_and_resume, steps_of
-from benchmarks.resume.mishaps import MISHAPS
 
 TITLE = "Killed runs"
 FOLDER = RAW / "resume"
-LEAN = ("by FLOPs, DP2→DP2, overlap", "dynamic CP, DP2→DP4, overlap", "--async-save")
+LEAN = ("by FLOPs, DP2→DP2, overlap", "dynamic CP, DP2→DP4, overlap")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,32 +35,19 @@ def measure(args: argparse.Namespace) -> Measured:
     write_rows(fresh(FOLDER) / "rows.jsonl", rows_of_distinct_lengths(), order=range(NUM_ROWS))
     data = f"--data-path {FOLDER / 'rows.jsonl'} --seed {SEED}"
     import_once()
-    chosen: list[Case | str] = [*cases(), *MISHAPS]
-    names = [case if isinstance(case, str) else case.name for case in chosen]
     rows: list[list[Any]] = []
-    for number, (name, case) in enumerate(zip(names, chosen, strict=True)):
-        if args.only not in name or (args.lean and name not in LEAN):
+    for number, case in enumerate(cases()):
+        if args.only not in case.name or (args.lean and case.name not in LEAN):
             continue
-        folder = FOLDER / f"case{number}"
-        if isinstance(case, str):
-            row = [name, None, "", None, "", None, _mishap(case, folder=folder, data=data)]
-        else:
-            rng = np.random.default_rng([args.seed, number])
-            outcome = kill_and_resume(case, whole=whole_of(case, data=data), folder=folder, data=data, rng=rng)
-            equal = f"{outcome.num_equal} of {outcome.num_compared} steps"
-            killed = [outcome.killed_after, outcome.victims, outcome.resumed_at]
-            row = [name, *killed, equal, outcome.largest_difference, outcome.problem]
+        folder, rng = FOLDER / f"case{number}", np.random.default_rng([args.seed, number])
+        outcome = kill_and_resume(case, whole=whole_of(case, data=data), folder=folder, data=data, rng=rng)
+        equal = f"{outcome.num_equal} of {outcome.num_compared} steps"
+        killed = [outcome.killed_after, outcome.victims, outcome.resumed_at]
+        row = [case.name, *killed, equal, outcome.largest_difference, outcome.problem]
         say(f"{row}")
         rows.append(row)
         shutil.rmtree(folder, ignore_errors=True)
     return Measured({"seed": args.seed, "cases": rows}, problems=[f"{row[0]}: {row[-1]}" for row in rows if row[-1]])
-
-
-def _mishap(name: str, *, folder: Any, data: str) -> str:
-    try:
-        return MISHAPS[name](folder, data, whole_of)
-    except RunFailed as error:
-        return str(error).replace("\n", " ")[-1000:]
 
 
 _whole: dict[Any, list[dict[str, Any]]] = {}
@@ -77,10 +62,7 @@ def whole_of(case: Case, *, data: str) -> list[dict[str, Any]]:
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    rows = [
-        (name, after or "", whom, at or "", equal, "" if far is None else f"{far:.1e}", problem or "good")
-        for name, after, whom, at, equal, far, problem in figures["cases"]
-    ]
+    rows = [(*case, f"{far:.1e}", problem or "good") for *case, far, problem in figures["cases"]]
     columns = "case | killed after step | whom | resumed at | equal bit for bit | largest difference | verdict"
     return f"""fp32, plain optimizer, {NUM_STEPS} steps, a checkpoint every {SAVE_INTERVAL}, a real SIGKILL after a step
 drawn at random (seed {figures["seed"]}). The resumed run is held against one that was not killed: the samples of every

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from forked import train_forked
-from training_run import ALLOWANCES, Recorded, RunFailed
+from training_run import ALLOWANCES, RunFailed
 
 from benchmarks.equality.cases import NUM_STEPS
 from benchmarks.resume.cases import SAVE_INTERVAL, Case
@@ -65,18 +65,10 @@ class Killer:
 
 def steps_of(folder: Path, *, flags: str, num_ranks: int) -> list[dict[str, Any]]:
     """Train, and read what rank 0 recorded."""
-    return run_ranks(folder, flags=flags, num_ranks=num_ranks).steps
-
-
-def run_ranks(folder: Path, *, flags: str, num_ranks: int, grace_seconds: float = 0.0) -> Recorded:
-    """As `train_forked`."""
+    arguments = flags.split()
     return train_forked(
-        folder,
-        flags.split(),
-        num_ranks=num_ranks,
-        timeout_seconds=TIMEOUT_SECONDS,
-        grace_seconds=grace_seconds,
-    )
+        folder, arguments, num_ranks=num_ranks, timeout_seconds=TIMEOUT_SECONDS, grace_seconds=0.0
+    ).steps
 
 
 def newest_checkpoint(folder: Path) -> int:
