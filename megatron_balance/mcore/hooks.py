@@ -137,11 +137,34 @@ def _save_prediction_loss(step: Step, save: Function, loss: Any, *positional: An
     return save(loss if step.cp_groups is None else loss * step.cp_groups.mean_weight, *positional, **keywords)
 
 
+def _whole_angles(step: Step, forward: Function, module: Any, *positional: Any, **keywords: Any) -> Any:
+    """Angles of all tokens of a micro-batch: attention takes those of each sequence's chunks."""
+    if step.cp_groups is None:
+        return forward(module, *positional, **keywords)
+    call = inspect.signature(forward).bind(module, *positional, **keywords)
+    call.arguments["cp_group"] = None  # the module's own, which is of one rank
+    if (length := call.arguments["position_ids"].shape[-1]) != (num_tokens := step.num_tokens):
+        raise BalanceError(
+            f"position_ids has {length} positions for a micro-batch of {num_tokens} tokens: its sequences "
+            "are split one by one, so give the model the positions of the whole micro-batch, or set "
+            "--no-balance-dynamic-cp."
+        )
+    return forward(*call.args, **call.kwargs)
+
+
 def _log_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
     """Divide logged sums by the micro-batches that ran: Megatron divides by those that were loaded."""
     call = inspect.signature(log).bind(*positional, **keywords)
     call.arguments["loss_scale"] *= run.log_scale
     return log(*call.args, **call.kwargs)
+
+
+def _log_prediction_losses(run: Run, log: Function, *positional: Any, **keywords: Any) -> Any:
+    """Megatron's dev branch divides sums over tokens by tokens, whatever micro-batches ran."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    divides_by_tokens = "loss_sums" in MTPLossLoggingHelper.tracker
+    return log(*positional, **keywords) if divides_by_tokens else _log_losses(run, log, *positional, **keywords)
 
 
 def _record(step: Step, record: Function, tracker: Any, name: str, value: Any, *positional: Any, **groups: Any) -> Any:
@@ -228,6 +251,15 @@ HOOKS = (
         first="0.19",
     ),
     Hook(
+        target="megatron.core.models.common.embeddings.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
+        parameters=("position_ids", "cp_group"),
+        wrap=in_step(_whole_angles),
+        reason="cuts the angles of a micro-batch as a whole, where its sequences are split one by one",
+        # Until Megatron cuts them sequence by sequence, as its dev branch does.
+        needed="balance_dynamic_cp position_embedding_type=mrope",
+        first="0.19",
+    ),
+    Hook(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
         wrap=sequence_mixers.in_own_group(CpGroups.router_group),
         reason="routers sum auxiliary losses over the static group, whatever group the packed sequences name",
@@ -265,7 +297,7 @@ HOOKS = (
     Hook(
         target="megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.track_mtp_metrics",
         parameters=("loss_scale",),
-        wrap=while_balancing(_log_losses),
+        wrap=while_balancing(_log_prediction_losses),
         reason="the log divides sums over the micro-batches that ran by the number of those that were loaded",
         # Until a release divides sums over tokens by tokens, as Megatron's dev branch does.
         needed="mtp_num_layers",

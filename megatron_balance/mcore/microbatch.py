@@ -96,6 +96,11 @@ class RunningStep(Iterator[Microbatch]):
         return {key: value for key, value in microbatch.items() if key not in self._hidden_keys}
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch that runs forward, over its context-parallel ranks; 0 where none does."""
+        return 0 if self._number is None else self._sizes.num_tokens[self._number]
+
+    @property
     def packed_params(self) -> Any:
         """PackedSeqParams of the micro-batch that runs forward, None where its script names starts of sequences."""
         return self._params[self._number] if self._params and self._number is not None else None

@@ -281,3 +281,14 @@ def sequences_not_told_apart(watch):
         return params
 
     pretrain_sft.packed_seq_params = without_seq_idx
+
+
+def positions_of_own_tokens(watch):
+    """A script that splits positions of three dimensions as it splits tokens."""
+    get_batch = pretrain_sft.get_batch
+
+    def batch_of_rank(data_iterator):
+        batch = get_batch(data_iterator)
+        return batch | {"position_ids": batch["position_ids"][..., : batch["tokens"].shape[-1]]}
+
+    pretrain_sft.get_batch = batch_of_rank

@@ -135,6 +135,13 @@ FAULTS = {
         slow=False,
         row=FAMILIES["Nemotron-3-Nano"],
     ),
+    "positions-are-split-by-the-script": Fault(
+        (("families:positions_of_own_tokens", {}),),
+        r"position_ids has \d+ positions for a micro-batch of \d+ tokens",
+        balance=DYNAMIC_CP,
+        num_ranks=4,
+        row=FAMILIES["Qwen3-VL"],
+    ),
     "interrupted": Fault(struck(0, 1, number=signal.SIGINT), "KeyboardInterrupt"),
     "a-rank-hangs": Fault(struck(1, number=signal.SIGSTOP), LOST, num_ranks=4, dead=(1,)),
     "the-loader-raises-beside-a-rank-that-reads-nothing": Fault(
