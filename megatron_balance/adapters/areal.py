@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,9 +45,12 @@ from megatron_balance.adapters.kit import Function, Hook, Installation, agreed_m
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.errors import BalanceError
+from megatron_balance.planner import Forest, build_data_schedule
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.gather import gather_lengths
 from megatron_balance.samples.sample import Samples
+from megatron_balance.samples.shared_prefixes import chains_of_rows
+from megatron_balance.topology import Limits, Topology
 
 __all__ = ["balance_batch", "install", "is_installed"]
 
@@ -115,6 +119,12 @@ def _hooks(options: ArealOptions) -> list[Hook]:
             reason="packs by our cost under the cap; an error of one rank raises on all, instead of a hang",
         ),
         Hook.around(
+            "areal.models.tree_attn.tree:_greedy_build_tries",
+            _build_tries,
+            cost_model,
+            reason="enable_tree_training: the fewest trees under the cap, in place of those of first fit",
+        ),
+        Hook.around(
             "areal.experimental.training_service.controller.controller:GatewayTrainController.__init__",
             _refuse,
             reason="the proxy that deals trajectories out and the workers run a fixed command, without hooks",
@@ -172,6 +182,40 @@ def _allocate_balanced_mbs_synced(
         group=group,
         device="cpu" if group is None else buffer_device(group),
     )
+
+
+def _build_tries(
+    cost_model: CostModel, stock: Function, data: Batch, max_tokens_per_tree: int
+) -> tuple[list[Any], list[int]]:
+    """AReaL's trees of this rank's sequences, a tree for each micro-batch of our plan, and their tokens."""
+    from areal.models.tree_attn import tree
+
+    sequences = tree._extract_sequences(data)
+    lengths = np.array([len(sequence) for sequence in sequences])
+    if lengths.max(initial=0) > max_tokens_per_tree:
+        return stock(data, max_tokens_per_tree)  # AReaL's error names the sequence
+    tokens = np.concatenate([np.zeros(0, np.int64), *sequences])
+    # Of tokens alone: AReaL's loss takes labels and other keys from each sequence.
+    chains = chains_of_rows(tokens, lengths=lengths, trained=np.zeros(tokens.size, np.bool_), block=1)
+    forest = Forest.from_chains(lengths, chains)
+    # AReaL fills every tree up to the cap: the fewest trees, as if each were the one micro-batch of a rank.
+    cost_model = replace(cost_model, per_microbatch=cost_model(max_tokens_per_tree))
+    limits, least = Limits(max_tokens_per_tree), -(-int(forest.node_tokens.sum()) // max_tokens_per_tree)
+    for number in range(max(least, 1), max(lengths.size, 1) + 1):
+        topology = Topology(number)
+        schedule = build_data_schedule(lengths, forest=forest, cost_model=cost_model, topology=topology, limits=limits)
+        microbatches = [ids for slots in schedule.ranks for ids in slots if ids]
+        if len(microbatches) <= number:
+            break
+    tries: list[Any] = []
+    num_tokens: list[int] = []
+    for microbatch in microbatches:
+        root, nodes = tree._BuildNode(len(tries), -1, -1), list[Any]()
+        for index in microbatch:
+            tree._insert_sequence(root, nodes, sequences[index], len(tries), index)
+        tries.append(tree._compress_trie(root))
+        num_tokens.append(len(nodes))
+    return tries, num_tokens
 
 
 def _refuse(_: Function, *_positional: Any, **_keywords: Any) -> None:

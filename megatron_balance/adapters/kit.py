@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from megatron_balance.cost.model import CostModel
 from megatron_balance.errors import BalanceError, check_integer
 from megatron_balance.hooking import Function, Hook, Installation, check_not_started, launch
-from megatron_balance.planner import (
-    DataSchedule,
-    as_integers,
-    build_data_schedule,
-    number_groups,
-    organ_pipe_order,
-    partition_items,
-)
+from megatron_balance.planner import as_integers, build_data_schedule, number_groups, organ_pipe_order, partition_items
 from megatron_balance.topology import Limits, Topology
 
 if TYPE_CHECKING:
@@ -127,80 +120,67 @@ def agreed_microbatches(
     Returns for every micro-batch the positions of its samples, ascending; none is empty. Where one rank fails,
     or limits or costs differ, every rank of the group raises a BalanceError.
     """
-    limits = (max_tokens, multiple, samples_per_unit, cost_model)
     samples = np.asarray(lengths, dtype=np.int64)
+    costs = sample_costs(samples, cost_model=cost_model)
 
-    def pack(count: int) -> DataSchedule:
-        return _pack(samples, *limits, min_count=count, flag=flag)
+    def pack(least: int) -> list[Ints]:
+        return _pack(samples, costs, max_tokens, least, multiple, samples_per_unit, flag)
 
-    if group is None:
-        schedule = pack(min_count)
-    else:
-        schedule = _pack_alike(pack, min_count, {"limits": repr((*limits, min_count))}, group=group, device=device)
-    units = np.arange(samples.size).reshape(-1, samples_per_unit)
-    slots = [units[[*slot]].reshape(-1).tolist() for slots in schedule.ranks for slot in slots]
-    costs = schedule.cost_grid.reshape(1, -1)
-    order = organ_pipe_order(costs)[0] if mountain else np.argsort(-costs[0], kind="stable")
-    return [slots[index] for index in order]
+    settings = {"limits": repr((max_tokens, min_count, multiple, samples_per_unit, cost_model))}
+    slots = pack(min_count) if group is None else _pack_alike(pack, min_count, settings, group=group, device=device)
+    slot_costs = np.array([[costs[slot].sum() for slot in slots]])
+    order = organ_pipe_order(slot_costs)[0] if mountain else np.argsort(-slot_costs[0], kind="stable")
+    return [slots[index].tolist() for index in order]
+
+
+def _pack_alike(
+    pack: Callable[[int], list[Ints]],
+    min_count: int,
+    settings: Mapping[str, str],
+    *,
+    group: dist.ProcessGroup,
+    device: Device,
+) -> list[Ints]:
+    """The micro-batches that `pack` makes, in the least number that all ranks can make."""
+    from megatron_balance.runtime.failure import Failure, attempt
+    from megatron_balance.runtime.gather import gather_lengths
+    from megatron_balance.samples.sample import Samples
+
+    while True:
+        slots = attempt(pack, min_count)
+        samples, count = (slots, 0) if isinstance(slots, Failure) else (Samples.joined([]), len(slots))
+        counts = gather_lengths(samples, group=group, settings=settings, reported=[count], device=device).reported
+        assert not isinstance(slots, Failure), "every rank has raised it"
+        min_count = int(counts.max())
+        if (counts == min_count).all():
+            return slots
 
 
 def _pack(
-    samples: Ints, max_tokens: int, multiple: int, size: int, cost_model: CostModel, *, min_count: int, flag: str
-) -> DataSchedule:
-    """A plan of the fewest micro-batches: as ranks that have one each, or as those of one rank where these are full."""
+    samples: Ints, costs: Ints, max_tokens: int, min_count: int, multiple: int, size: int, flag: str
+) -> list[Ints]:
+    """The samples of each micro-batch: as even in cost as the cap lets them be."""
     if not samples.size or samples.size % size:
         raise BalanceError(f"the batch has {samples.size} samples: it must have some, a multiple of {size}.")
-    tokens = samples.reshape(-1, size).sum(axis=1)
+    tokens, costs = (values.reshape(-1, size).sum(axis=1) for values in (samples, costs))
     longest = int(tokens.max())
     if longest > max_tokens:
         raise BalanceError(
             f"{int((tokens > max_tokens).sum())} samples or groups of samples are over {flag} {max_tokens}, the "
             f"longest has {longest} tokens: raise it to that, or cut the samples."
         )
-
-    def plan(num_ranks: int, num_microbatches: int | None) -> DataSchedule:
-        return build_data_schedule(
-            samples,
-            num_segments=np.full(tokens.size, size),
-            cost_model=cost_model,
-            topology=Topology(num_ranks),
-            limits=Limits(max_tokens),
-            objective="step",
-            num_microbatches=num_microbatches,
-        )
-
-    count = -(-max(plan(1, None).num_microbatches, min_count) // multiple) * multiple
-    if count > tokens.size:
-        raise BalanceError(
-            f"{tokens.size} samples (or groups of them) for {count} micro-batches under {flag} {max_tokens}, a "
-            f"multiple of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or "
-            f"raise {flag}."
-        )
-    try:
-        return plan(count, 1)
-    except BalanceError:  # its search for even costs finds no way to fill them so
-        return plan(1, count)
-
-
-def _pack_alike(
-    pack: Callable[[int], DataSchedule],
-    min_count: int,
-    settings: Mapping[str, str],
-    *,
-    group: dist.ProcessGroup,
-    device: Device,
-) -> DataSchedule:
-    """The plan that `pack` makes, in the least number of micro-batches that all ranks can make."""
-    from megatron_balance.runtime.failure import Failure, attempt
-    from megatron_balance.runtime.gather import gather_lengths
-    from megatron_balance.samples.sample import Samples
-
-    while True:
-        schedule = attempt(pack, min_count)
-        is_failure = isinstance(schedule, Failure)
-        samples, count = (schedule, 0) if is_failure else (Samples.joined([]), schedule.cost_grid.size)
-        counts = gather_lengths(samples, group=group, settings=settings, reported=[count], device=device).reported
-        assert not isinstance(schedule, Failure), "every rank has raised it"
-        min_count = int(counts.max())
-        if (counts == min_count).all():
-            return schedule
+    limits = Limits(max_tokens)
+    full = build_data_schedule(tokens, cost_model=CostModel.tokens(), topology=Topology(1), limits=limits).ranks[0]
+    min_count = -(-max(min_count, -(-int(tokens.sum()) // max_tokens)) // multiple) * multiple
+    for count in range(min_count, tokens.size + 1, multiple):
+        # Even costs; even tokens where those do not keep the cap; full slots, which may still do.
+        for values in (costs, tokens, None):
+            slots = full if values is None else even_parts(values, num_parts=count, equal_count=False)
+            slots = [np.array(slot, dtype=np.int64) for slot in slots]
+            if len(slots) == count and all(tokens[slot].sum() <= max_tokens for slot in slots):
+                return [(np.sort(slot)[:, None] * size + np.arange(size)).reshape(-1) for slot in slots]
+    raise BalanceError(
+        f"{tokens.size} samples (or groups of them) for {min_count} micro-batches under {flag} {max_tokens}, a "
+        f"multiple of {multiple} and as many as on every rank: none may be empty. Give each rank more samples or raise "
+        f"{flag}."
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from areal.api import cli_args
 from areal.infra.controller import train_controller
+from areal.models.tree_attn import tree
 from areal.trainer import rl_trainer
 from areal.trainer.ppo.actor import PPOActorControllerV2
 from areal.utils import data as areal_data
@@ -22,6 +23,7 @@ HOOKED = (
     "areal.experimental.training_service.controller.controller",
     "areal.infra.controller.train_controller",
     "areal.infra.dist_rollout",
+    "areal.models.tree_attn.tree",
     "areal.trainer.rl_trainer",
     "areal.utils.data",
 )
@@ -46,7 +48,7 @@ def test_undo_restores_the_very_functions(install):
     assert areal.is_installed()
     during = functions()
     hooked = [place for place in before if during[place] is not before[place]]
-    assert len(hooked) >= 8
+    assert len(hooked) >= 9
     for place in hooked:
         # Replacements take what is called with: same names, same order, same defaults.
         replaced, stock = (inspect.signature(of[place]).parameters.values() for of in (during, before))
@@ -185,3 +187,34 @@ def test_the_loss_does_not_depend_on_the_micro_batches(install):
     slots = areal_data.allocate_balanced_mbs_synced(spec, lengths)
     assert 1 < len(slots) < len(lengths)
     assert torch.allclose(gradient(slots), gradient([[row] for row in range(len(lengths))]))
+
+
+def padded(sequences):
+    """Sequences of tokens as AReaL's rollouts have them."""
+    width = max(map(len, sequences))
+    ids = torch.tensor([[*sequence, *[0] * (width - len(sequence))] for sequence in sequences])
+    mask = torch.tensor([[1] * len(sequence) + [0] * (width - len(sequence)) for sequence in sequences])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_trees_are_those_of_our_plan(install):
+    """Four prompts of 60 tokens with four responses of 16 each, in turns: two prompts fit in a tree of 256 tokens."""
+    prompts = [[1000 * prompt + index for index in range(60)] for prompt in range(4)]
+    answers = [[5000 + 100 * answer + index for index in range(16)] for answer in range(4)]
+    data = padded([prompt + answer for answer in answers for prompt in prompts])
+    spec = cli_args.MicroBatchSpec(max_tokens_per_mb=256)
+    stock = tree.build_packed_tree_batch(data, spec)
+    assert sum(stock.group_lens) > 4 * 124, "first fit takes three prompts together, whose other responses find no room"
+    install()
+    ours = tree.build_packed_tree_batch(data, spec)
+    assert ours.group_lens == [248, 248]
+    rows = sorted(index for trie in ours.mbs for index in trie["trie_node"].all_sequence_ids)
+    assert rows == list(range(16))
+    for microbatch in ours.mbs:
+        trie = microbatch["trie_node"]
+        for row in trie.all_sequence_ids:
+            places = trie.get_sequence_tree_indices(row)
+            held = torch.cat([microbatch["input_ids"].reshape(-1)[start : end + 1] for start, end in places])
+            assert held.tolist() == data["input_ids"][row].tolist()
+    with pytest.raises(ValueError, match="Sequence length 76 exceeds max_tokens_per_tree 64"):
+        tree._greedy_build_tries(data, 64)
