@@ -11,8 +11,7 @@
 #   TorchSpec                      tests of dispatch, fetchers and capacity, for approaches A, B and C
 #   recsys-examples                tests of batches and shufflers at 1 and at 2 ranks over gloo; its pipelines (R22)
 #
-# Left out: slime's test_balance_data_distributes_by_flops, which asks for one order of ranks and micro-batches; AReaL's
-# test_dispatch_tensors_raises_when_not_divisible (7 items over 4 ranks are dealt out here); TorchSpec's
+# Left out: AReaL's test_dispatch_tensors_raises_when_not_divisible (7 items over 4 ranks are dealt out here); TorchSpec's
 # test_longest_first_balances_load_across_ranks where plans are by padded length; recsys' test_gil_released_during_compute
 # (a race of two threads) and sid_gr's test_batch_balancer (wants labels that no batch of today has); and all that wants
 # GPUs, engines or models to download.
@@ -56,7 +55,6 @@ check_slime() {
     }
     SLIME_CHECKOUT=$checkout .venv/bin/python -m pytest -q -W default -m checkout tests/adapters/slime/test_slime_schedule.py
     cd "$checkout"
-    set -- --deselect tests/test_dp_schedule.py::test_balance_data_distributes_by_flops "$@"
     run tests/test_dp_schedule.py tests/test_process_rollout_data.py tests/test_megatron_argument_validation.py \
         tests/test_train_data_utils.py "$@"
     # Again where a test left balancing off: slime's invariants hold of our schedules in each of its scenarios.

@@ -4,7 +4,7 @@
 slime's own flags turn balancing on: without `--balance-data` or `--balance-by-flops` its own function runs.
 
 Rollouts are cut into optimiser steps of `global_batch_size`, siblings together, trailing ones dropped; every step is
-planned; the plan is put into positions of the rollout batch.
+planned; the plan is put into slime's order and into positions of the rollout batch.
 
 Invariants: every rank runs the same number of micro-batches in a step, a multiple of the pipeline's group, none empty;
 none of two samples or more is over the cap; every kept sample is placed once; `micro_batch_indices` of a rank,
@@ -30,7 +30,7 @@ from megatron_balance.adapters.kit import Function, Hook, Installation, check_no
 from megatron_balance.cost.model import CostModel
 from megatron_balance.cost.rates import Model, resolve_cost
 from megatron_balance.model.shape import ModelShape
-from megatron_balance.planner import as_integers, build_data_schedule
+from megatron_balance.planner import DataSchedule, as_integers, build_data_schedule, is_makespan
 from megatron_balance.topology import Limits, Topology
 
 __all__ = ["SlimeOptions", "balanced_dp_schedule", "install", "is_installed"]
@@ -147,10 +147,10 @@ def balanced_dp_schedule(
     partitions: list[list[int]] = [[] for _ in schedules[0].ranks]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in partitions]
     for samples, schedule in zip(steps, schedules, strict=True):
-        for partition, indices, slots in zip(partitions, micro_batch_indices, schedule.ranks, strict=True):
+        for partition, indices, slots in zip(partitions, micro_batch_indices, _in_slime_order(schedule), strict=True):
             for slot in slots:
                 indices.append(list(range(len(partition), len(partition) + len(slot))))
-                partition += samples[[*slot]].tolist()
+                partition += samples[slot].tolist()
     num_microbatches = [schedule.num_microbatches for schedule in schedules]
     return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * num_steps
 
@@ -179,6 +179,18 @@ def _topology(args: Any, *, train_parallel_config: Mapping[str, int]) -> Topolog
 
 def _size(args: Any, name: str, *, default: int = 1) -> int:
     return getattr(args, name, None) or default
+
+
+def _in_slime_order(schedule: DataSchedule) -> list[list[list[int]]]:
+    """For every rank, for every slot, sample ids: slots cheapest first on all ranks, but in a pipeline's order.
+
+    Ranks that share no experts come costliest first. So all predicted times stay the same.
+    """
+    order = 1 if is_makespan(schedule.objective, topology=schedule.topology) else -1
+    ranks = [[list(slot) for slot in slots[::order]] for slots in schedule.ranks]
+    if schedule.topology.ep_dp_size > 1:
+        return ranks
+    return [ranks[rank] for rank in (-schedule.cost_grid.sum(axis=1)).argsort(kind="stable")]
 
 
 if __name__ == "__main__":
