@@ -39,6 +39,11 @@ def device_kind() -> DeviceKind:
     return _device_kind
 
 
+def device_nbytes() -> int:
+    """Memory of this rank's device in bytes; 0 where it has none."""
+    return torch.cuda.get_device_properties("cuda").total_memory if torch.cuda.is_available() else 0
+
+
 def environment(device: str) -> dict[str, Any]:
     """`device`, `clock`, `threads` on a CPU, and `versions` of the packages, for the record of a measurement."""
     versions = {"megatron-balance": build_version()}

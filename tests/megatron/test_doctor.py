@@ -149,6 +149,7 @@ def test_flags(capsys, flags, expected):
         assert words in problem
     advice = [line for line in lines if "pipeline stage 2 of 2 computes" in line]
     assert [line.split(":")[0].split()[0] for line in advice] == ["note"] * ("pipeline" in flags)
+    assert sum("logits take up to" in line for line in lines) == ("--vocab-size" in flags)
     assert sum("gathers weights in every micro-batch at 450 GB/s" in line for line in lines) == ("fsdp" in flags)
     if "parser refuses" not in "".join(expected):
         assert "ok       --my-script-s-own is left to your script: Megatron does not know it" in lines

@@ -4,6 +4,7 @@ It reads below the public names: a run has no name for its settings, and shows m
 """
 
 import inspect
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -232,6 +233,27 @@ def test_every_context_parallel_rank_pays_the_fixed_cost_of_a_micro_batch(dynami
     topology = Topology(8, cp_size=4, dynamic_cp=dynamic_cp)
     cost = run_costs({"balance_cost": "flops", "bf16": True}, topology=topology, shape=lambda: SHAPE).model
     assert cost.per_microbatch == 128 * cost.linear * (1 if dynamic_cp else 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "caution"),
+    [
+        (PACKED, ""),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 131072", "--max-tokens-per-gpu 131072: .* take 74.2 GiB"),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 131072 --tensor-model-parallel-size 2", ""),
+        (
+            f"{PACKED} --seq-length 131072 --max-position-embeddings 131072",
+            "--seq-length 131072: .* --seq-length 70670,",
+        ),
+        (f"{SIZED} --seq-length 131072 --max-position-embeddings 131072", ""),  # 16 ranks share a sample
+    ],
+)
+def test_logits_that_take_half_of_a_device_are_named(flags, caution, monkeypatch):
+    """tokens × vocabulary / TP × 4 bytes, of a full micro-batch and of the longest sample; the device has 80 GiB."""
+    monkeypatch.setattr("megatron_balance.mcore.setup.settings.device_nbytes", lambda: 80 * 2**30)
+    lines = [line for line in settings(flags, padded_vocab_size=151936).log_lines if "logits" in line]
+    assert len(lines) == bool(caution)
+    assert all(re.search(caution, line) and line.startswith("WARNING: ") for line in lines)
 
 
 def test_the_cap_is_of_whole_shares_of_what_layers_take():

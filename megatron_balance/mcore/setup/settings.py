@@ -15,6 +15,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.mcore.setup.flags import ALL_RANKS
 from megatron_balance.mcore.setup.rules import Options, autotuned, cautions, flag_text, holds
 from megatron_balance.model.shape import ModelShape
+from megatron_balance.runtime.process import device_nbytes
 from megatron_balance.topology import Limits, Topology
 
 
@@ -83,6 +84,7 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
     log_lines += costs.log_lines
     if topology.max_cp_size and options["balance_dynamic_cp"] == ALL_RANKS:
         log_lines.append(f"at most {topology.max_cp_size} ranks share a sample: each gets as many heads of its layers.")
+    warnings = [*cautions(options), *logits_caution(options, topology=topology)]
     num_tuned, tuned = autotuned(options)
     eval_limits = None
     if options.get("full_validation") or options.get("eval_iters"):
@@ -116,8 +118,32 @@ def settings_of(options: Options, *, shape: Callable[[], ModelShape], cost: Cost
         tuned=tuned,
         costs_of=costs_of,
         resumes=bool(options.get("load") and options.get("iteration")),
-        log_lines=(*log_lines, *(f"WARNING: {text}" for text in cautions(options))),
+        log_lines=(*log_lines, *(f"WARNING: {text}" for text in warnings)),
     )
+
+
+def logits_nbytes(options: Options, *, topology: Topology) -> tuple[int, str]:
+    """Bytes of the fp32 logits of the longest micro-batch on a GPU, 0 where not known, and the flag that sets it."""
+    # A sample over the cap runs alone, on as many context-parallel ranks as may share it.
+    longest = -(-(options.get("seq_length") or 0) // topology.dynamic_cp_sizes[-1])
+    rows = 1 if options["use_dynamic_batch_size"] else options.get("micro_batch_size") or 1
+    tokens, flag = max((options.get("max_tokens_per_gpu") or 0, "max_tokens_per_gpu"), (longest * rows, "seq_length"))
+    vocabulary = options.get("padded_vocab_size") or options.get("vocab_size") or 0
+    is_fused = options.get("cross_entropy_loss_fusion") and options.get("cross_entropy_fusion_impl") == "linear"
+    return 0 if is_fused else 4 * tokens * vocabulary // topology.tp_size, f"--{flag.replace('_', '-')} {options[flag]}"
+
+
+def logits_caution(options: Options, *, topology: Topology) -> list[str]:
+    """A caution where the logits of a micro-batch take more than half of this rank's device."""
+    (nbytes, flag), device = logits_nbytes(options, topology=topology), device_nbytes()
+    if not device or 2 * nbytes <= device:
+        return []
+    name, value = flag.split()
+    return [
+        f"{flag}: the logits of so many tokens take {nbytes / 2**30:.1f} GiB in fp32 on the last stage, more than half "
+        f"of a device of {device / 2**30:.1f} GiB: lower it to {name} {int(value) * device // (2 * nbytes)}, or raise "
+        "--tensor-model-parallel-size or, for long samples, --context-parallel-size."
+    ]
 
 
 _FLAGS = ("algorithm", "unpad", "share_prefixes", "overlap", "verify", "record")
