@@ -56,7 +56,7 @@ def picture() -> str:
         f"Step 1: {order.size} samples by descending cost; {rows} slots are the fewest that the cap allows"
     )
     count = len(np.unique(high[high >= 0] // batch.sync_size))
-    drawn.bins(f"Step 2: samples fill {count} slots that one sample dominates; the slots go to two groups", high)
+    drawn.bins(f"Step 2: samples fill up slots that one sample dominates, of which there are {count}", high)
     drawn.bins("Step 3: a target for every other bin (dashed): the remaining cost, spread like water", high, target)
     drawn.bins(f"Step 4: costliest first, to the group and the bin furthest behind: {over(poured)}", poured, target)
     drawn.bins(
