@@ -21,7 +21,7 @@ micro-batches of a rank do not overlap and are in slot order; none ends after `t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from megatron_balance.cost.calibration import UNITS_PER_SECOND
 from megatron_balance.errors import BalanceError
-from megatron_balance.planner import ScheduleMetrics, waiting
+from megatron_balance.planner import Forest, ScheduleMetrics, waiting
 from megatron_balance.record import RunRecord, StepRecord
+from megatron_balance.record.step import rank_slowdowns
 
 Floats = NDArray[np.float64]
 
@@ -108,15 +109,26 @@ class PolicyFigures:
         return np.array([step.predicted_cost * per_cost for step in self.metrics])
 
     @property
-    def sharing(self) -> str:
-        """Tokens that are computed, of those given, over all steps; empty where no step shares."""
-        forests = [step.forest for step in self.steps if step.forest is not None]
-        if not forests:
-            return ""
-        given = sum(int(step.padded_lengths.sum()) for step in self.steps)
-        least = sum(int(forest.node_tokens.sum()) for forest in forests)
-        computed = sum(step.computed_tokens for step in self.metrics)
-        return f"{computed:,} of {given:,} tokens are computed, {least:,} if each is computed once"
+    def sharing(self) -> Sharing | None:
+        """What is computed once, of all steps; None where no step shares."""
+        steps = [sharing_of(step, step.forest) for step in self.steps if step.forest is not None]
+        return Sharing(*map(sum, zip(*steps, strict=True))) if steps else None
+
+    def times_if_dearer(self, factor: int) -> Floats:
+        """`times` where a pair of attention costs so many times as much in micro-batches that share tokens."""
+        times = self.times.copy()
+        for index, step in enumerate(self.steps):
+            model = replace(step.cost_model, stages=None)
+            terms = {
+                name: value * (factor if name == "quadratic" or isinstance(name, int) else 1)
+                for name, value in model.terms().items()
+            }
+            usual, dearer = (replace(step, cost_model=model).costs for model in (model, model.with_terms(terms)))
+            alone = np.bincount(step.microbatch_of, step.padded_lengths, usual.size)
+            shares = (step.microbatch_tokens() < alone).reshape(usual.shape)
+            slowest = [step.imbalance(grid) * grid.sum() for grid in (np.where(shares, dearer, usual), usual)]
+            times[index] *= slowest[0] / slowest[1] if slowest[1] else 1.0
+        return times
 
     def timeline(self, index: int) -> Timeline:
         """One step."""
@@ -132,6 +144,36 @@ class PolicyFigures:
             samples=[slots for slots in step.samples() for _ in range(width)],
             sizes=np.repeat(step.cp_size_grid, width, axis=0),
         )
+
+
+class Sharing(NamedTuple):
+    """Tokens without padding, and trees: samples that begin alike."""
+
+    given: int
+    computed: int
+    least: int  # of a plan that computes every token once
+    trees: int
+    cut: int  # that several micro-batches compute in part, so that they repeat what is shared
+    unshared: int  # that no micro-batch has two samples of
+
+    def __str__(self) -> str:
+        part, least = self.computed / max(self.given, 1), self.least / max(self.given, 1)
+        return (
+            f"{self.computed:,} of {self.given:,} tokens are computed ({part:.1%}; each once: {least:.1%}); trees: "
+            f"{self.trees:,}, of which {self.cut:,} are cut over micro-batches and {self.unshared:,} not shared"
+        )
+
+
+def sharing_of(step: StepRecord, forest: Forest) -> Sharing:
+    """What the micro-batches of a step share."""
+    starts, roots = forest.starts(step.microbatch_of), forest.paths[0]
+    ends = np.append(forest.ends, 0)
+    added = forest.lengths - ends[starts]
+    given, computed = (np.bincount(roots, tokens) for tokens in (forest.lengths, added))
+    least = given - np.bincount(roots[forest.order], ends[forest.branches])
+    is_cut, is_alone = (least < computed) & (computed < given), (least < given) & (computed == given)
+    numbers = (given.sum(), computed.sum(), least.sum(), (least < given).sum(), is_cut.sum(), is_alone.sum())
+    return Sharing(*map(int, numbers))
 
 
 class Timeline(NamedTuple):
@@ -167,6 +209,15 @@ class RunFigures:
         """`[2, n]` predicted and measured seconds of micro-batches that waited for no other rank."""
         pairs = [_unwaited(step) for step in self.record.steps if step.is_measured]
         return np.concatenate([np.zeros((2, 0)), *pairs], axis=1) * [[self.planned.scale.per_cost], [1]]
+
+    @cached_property
+    def slowdowns(self) -> Floats:
+        """`[num_ranks]` of `rank_slowdowns`; NaN where ranks wait for one another in micro-batches."""
+        info, steps = self.record.info, self.record.steps
+        if info.topology.dynamic_cp or waiting(info.objective, topology=info.topology).sync_size > 1:
+            return np.full(len(steps[0].costs), np.nan)
+        sums = np.array([(step.costs.sum(axis=1), step.seconds.sum(axis=1)) for step in steps if step.is_measured])
+        return rank_slowdowns(sums[:, 0], seconds=sums[:, 1]) if sums.size else np.full(len(steps[0].costs), np.nan)
 
     @cached_property
     def model_flops(self) -> Floats:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_balance.planner import Forest
+from megatron_balance.record import StepRecord
 from megatron_balance.report.figures import RunFigures
 
 RESOLUTION = 50_000
@@ -19,6 +21,9 @@ RESOLUTION = 50_000
 MAX_STEPS, MAX_RANKS = 40, 64
 MAX_DRAWN = 50_000
 """Most samples and micro-batches of all steps drawn, so that the page stays below 1.5 MB."""
+
+MAX_ROWS = 256
+"""Most samples drawn of a micro-batch that shares tokens."""
 
 MAX_SLICES = 4096
 """Most micro-batches drawn in one timeline; beyond, only some ranks are drawn."""
@@ -73,4 +78,23 @@ def _step(index: int, *, label: str, figures: RunFigures) -> dict[str, Any]:
         "ranks": ranks.tolist(),
         "lengths": step.lengths.tolist(),
         "panels": panels,
+        "forest": None if step.forest is None else _forest(step, step.forest),
     }
+
+
+def _forest(step: StepRecord, forest: Forest) -> dict[str, Any]:
+    """The micro-batch that saves most tokens: `nodes` are their start, tokens, first row and rows, a row a sample."""
+    size = step.cp_size_grid.size
+    given, computed = (
+        np.bincount(step.microbatch_of, tokens, size).astype(np.int64)
+        for tokens in (step.padded_lengths, step.computed_lengths)
+    )
+    place = int((given - computed).argmax())
+    rank, slot = divmod(place, step.num_microbatches)
+    paths = forest.paths[:, forest.order[step.microbatch_of[forest.order] == place]][:, :MAX_ROWS]
+    nodes, first, rows = np.unique(paths[paths >= 0], return_index=True, return_counts=True)
+    row = np.broadcast_to(np.arange(paths.shape[1]), paths.shape)[paths >= 0][first]
+    tokens = forest.node_tokens[nodes]
+    table = np.stack([forest.ends[nodes] - tokens, tokens, row, rows], axis=1)
+    numbers = {"rank": rank, "slot": slot, "given": int(given[place]), "computed": int(computed[place])}
+    return {**numbers, "nodes": table[tokens > 0].tolist()}

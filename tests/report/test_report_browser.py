@@ -3,9 +3,9 @@
 import shutil
 
 import pytest
-from recorded_runs import run_info, write_record
+from recorded_runs import record_writers, run_info, step_of, write_record
 
-from megatron_balance import Topology
+from megatron_balance import CostModel, Forest, Topology
 from megatron_balance.cli import main
 
 pytest.importorskip("jinja2")
@@ -104,6 +104,24 @@ def test_a_plan_without_seconds(browser, tmp_path):
     before, after = browser.execute_script(panels)
     assert before.startswith("Before: stock sampler, predicted")
     assert after.startswith("After: the plan, predicted")
+
+
+def test_a_micro_batch_is_drawn_as_a_forest(browser, tmp_path):
+    """Two samples of 300 tokens whose first 200 are the same, on one rank: one block over both, and two behind it."""
+    info = run_info(Topology(1), cost_model=CostModel(linear=1))
+    forest = Forest.from_prompts([300, 300], prompt_tokens=[200, 200], groups=[0, 0])
+    with record_writers(tmp_path / "record", info, num_ranks=1) as (writer,):
+        writer.add_step(step_of(info, [300, 300], forest=forest))
+    show(browser, page_of(tmp_path))
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('#forest rect')].map(({x, y, width, height}) =>"
+        " [x, y, width, height].map((size) => size.baseVal.value))"
+    )
+    shared, *others = sorted(boxes)
+    assert shared[2] == pytest.approx(2 * others[0][2])
+    assert shared[3] > others[0][3] + others[1][3]
+    summary = browser.execute_script("return document.getElementById('forest-summary').textContent")
+    assert "600 tokens of 2 samples, of which 400 are computed" in summary
 
 
 @pytest.mark.slow

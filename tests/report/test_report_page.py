@@ -84,8 +84,8 @@ def test_waiting_that_no_plan_removes_is_shown(tmp_path):
     assert "Under stock" not in page
 
 
-def test_what_is_shared_is_told(tmp_path):
-    """One tree is whole, one cut over both ranks, one not shared."""
+def test_what_is_shared_is_told_with_what_dearer_attention_would_cost(tmp_path):
+    """One tree is whole, one cut over both ranks, one not shared; attention costs twice as much on one of them."""
     info = run_info(Topology(2), cost_model=CostModel(linear=10, quadratic=1), limits=Limits(100))
     lengths = [20, 20, 20, 20, 20, 30, 30]
     forest = Forest.from_prompts(lengths, prompt_tokens=[10] * 7, groups=[0, 0, 1, 1, 1, 2, 2])
@@ -93,10 +93,13 @@ def test_what_is_shared_is_told(tmp_path):
     with record_writers(tmp_path / "record", info, num_ranks=1) as (writer,):
         writer.add_step(step)
     page = report(tmp_path, tmp_path / "record")
-    assert "140 of 160 tokens are computed, 120 if each is computed once" in page
+    assert "140 of 160 tokens are computed (87.5%; each once: 75.0%); trees: 3, of which 1 are cut" in page
+    assert "and 1 not shared" in page
     assert row_of(page, "tokens computed, mean")[1] == "140"
+    figures = run_figures(RunRecord(info, (step,))).planned
     # Of rank 0: 90 tokens, and two trees of 100 + 2 * 300 pairs each, beside 900.
-    assert run_figures(RunRecord(info, (step,))).planned.times.tolist() == [900 + 2 * 700 + 900]
+    assert figures.times.tolist() == [900 + 2 * 700 + 900]
+    assert figures.times_if_dearer(2).tolist() == [900 + 2 * (2 * 700 + 900)]
 
 
 def test_seconds_of_a_model_are_shared_by_its_stages(tmp_path):
@@ -118,6 +121,23 @@ def test_stock_of_dynamic_sizes_is_of_the_ranks_at_one_size(tmp_path):
     assert step.stock().costs.tolist() == [[long, short]]
     (one,) = run_figures(RunRecord(info, (step,))).policies["stock"].times.tolist()
     assert one == pytest.approx((long + short) / 2)
+
+
+def test_a_slow_rank_is_named_by_its_seconds_over_what_its_plan_costs(tmp_path):
+    """Rank 2 takes a fifth longer for every micro-batch, whatever it was given."""
+    info = run_info(Topology(4))
+    write_record(tmp_path / "record", info, num_steps=9)
+    path = tmp_path / "record" / "seconds_rank00002.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    slow = [line | {"seconds": [1.2 * value for value in line["seconds"]]} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in slow))
+    page = report(tmp_path, tmp_path / "record")
+    name, slowdown = row_of(page, "slowest rank for its work, of the median rank&#39;s time")[-1].split(": ")
+    assert name == "rank 2"
+    assert float(slowdown.rstrip("×")) == pytest.approx(1.2, abs=0.04)
+    write_record(tmp_path / "experts", run_info(Topology(4, ep_size=2), objective="microbatch"))
+    page = report(tmp_path, tmp_path / "experts")  # ranks wait for one another in every micro-batch
+    assert "slowest rank for its work" not in page
 
 
 def test_r16_mfu_is_flops_over_seconds_and_the_peak_given(tmp_path):

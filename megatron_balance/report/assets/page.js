@@ -217,6 +217,31 @@
     });
     explain(box, (event) => texts.get(event.target)?.());
     describe(step);
+    if (step.forest) drawForest(step.forest);
+  }
+
+  // Samples below one another, from their first token to their last; what several share is one block over them.
+  function drawForest({ rank, slot, given, computed, nodes }) {
+    const box = document.getElementById("forest");
+    const [width, left] = [box.clientWidth, 12];
+    const rows = Math.max(...nodes.map(([, , row, number]) => row + number));
+    const rowPixels = Math.max(5, Math.min(20, 320 / rows));
+    const bottom = rows * rowPixels + 8;
+    box.replaceChildren();
+    const svg = add(box, "svg", { width, height: bottom + 24 });
+    const axis = { low: 0, high: Math.max(...nodes.map(([start, tokens]) => start + tokens)), format: "count" };
+    const toX = scaleOf(axis, left, width - 24);
+    drawAxis(svg, axis, toX, { bottom, top: 8 }, width / 110);
+    const texts = new Map();
+    nodes.forEach(([start, tokens, row, number]) => {
+      const place = { x: toX(start), y: 8 + row * rowPixels, width: toX(start + tokens) - toX(start), height: number * rowPixels - 1 };
+      const style = `fill: var(--${number > 1 ? "costly" : "cheap"})`;
+      const users = number === 1 ? "1 sample" : `${number} samples, computed once`;
+      texts.set(add(svg, "rect", { class: "work", style, ...place }), [`${count(tokens)} tokens of ${users}`]);
+    });
+    explain(box, (event) => texts.get(event.target));
+    document.getElementById("forest-summary").textContent = `Rank ${rank}, micro-batch ${slot}: `
+      + `${count(given)} tokens of ${rows} samples, of which ${count(computed)} are computed. Dark: shared.`;
   }
 
   function figuresOf(panel, step) {
