@@ -83,7 +83,7 @@ def test_the_variable_installs_it_by_the_entry_point(entry_points):
     assert output.stdout.strip() == f"{QWEN3_8B} False True", output.stderr
 
 
-@pytest.mark.parametrize(("value", "message"), [("model=none-such", "Qwen3-8B"), ("dispatch=yes", "dispatch=yes")])
+@pytest.mark.parametrize(("value", "message"), [("model=none-such", "no preset"), ("dispatch=yes", "dispatch=yes")])
 def test_an_error_of_the_plug_in_ends_the_process(entry_points, value, message):
     """verl catches every Exception of a plug-in and says nothing."""
     output = run("import verl; print('went on')", MEGATRON_BALANCE_VERL=value, PYTHONPATH=entry_points)
