@@ -130,7 +130,8 @@ def test_what_samples_share_is_found(shuffle, rollouts, tmp_path, capsys):
     assert figures["policies"]["balance-data"]["computed_tokens"] == 32 * 384
     assert figures["advice"]["policy"] != "share-prefixes", "what no GPU has run is not recommended"
     (sentence,) = (text for text in figures["advice"]["sentences"] if text.startswith("--balance-share-prefixes"))
-    assert f"{least:,} of 12,288 tokens are computed ({least / 12_288:.1%}; each once: {least / 12_288:.1%})" in sentence
+    part = f"{least / 12_288:.1%}"
+    assert f"{least:,} of 12,288 tokens are computed ({part}; each once: {part})" in sentence
     assert f"At most {32 * 384 / least:.2f}x the speed of stock; no GPU has run it" in sentence
     capsys.readouterr()
     assert compare(tmp_path / "compare.jsonl") == 0
