@@ -36,14 +36,15 @@ def picture() -> str:
     assert isinstance(batch, Batch)
     order = np.argsort(-batch.local_cost, kind="stable")
     batch = batch.take(order)
-    bound, rows = batch.lower_bound(), schedule.num_microbatches
-    high, tops = level_packing._fill_dominated_slots(batch, rows)
-    rest, is_free = np.flatnonzero(high < 0), tops == 0
-    goals = level_packing._even_targets(batch.take(rest), tops.sum(axis=1), is_free.sum(axis=1))
-    target = np.where(is_free, goals[:, None], 0).reshape(-1).repeat(batch.sync_size)
-    bins, poured = np.flatnonzero(target), high.copy()
-    poured[rest] = bins[level_packing.assign_samples(batch.take(rest), target[bins, None])]
-    leveled = level_packing.pack_by_targets(batch, rows)
+    bound, rows, work = batch.lower_bound(), schedule.num_microbatches, batch.min_work
+    high, bases, used = level_packing._dominated_slots(batch, rows, expert_cap=work)
+    rest = np.flatnonzero(high < 0)
+    bins, goals = level_packing._targets(batch, rest, rows, slope=0, bases=bases, used=used)
+    target = np.zeros(batch.num_ranks * rows, dtype=np.int64)
+    target[bins] = goals[:, 0]
+    poured = high.copy()
+    poured[rest] = bins[level_packing.assign_samples(batch, rest, goals)]
+    leveled = level_packing.equalize(batch, rows, slope=0, expert_cap=work)
     assert leveled is not None
     polished = level_packing._searched(batch, leveled)
 
@@ -67,7 +68,7 @@ def picture() -> str:
     rank, slot = np.divmod(schedule.microbatch_of[order], rows)
     group, column = np.divmod(rank, batch.sync_size)
     last = (group * rows + slot) * batch.sync_size + column
-    drawn.bins(f"Step 9: slots in order, longest first: {over(last)} of the bound", last)
+    drawn.bins(f"Step 10: slots in order, longest first: {over(last)} of the bound", last)
     return drawn.svg()
 
 

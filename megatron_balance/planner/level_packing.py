@@ -1,18 +1,19 @@
-"""One global batch in integers, the exact time of a plan, and the nine steps that make a plan.
+"""One global batch in integers, the exact time of a plan, and the ten steps that make a plan.
 
 A bin is a micro-batch of a rank. Ranks that wait for one another in every micro-batch form a sync group; its slot is
 one bin of each of its ranks, and lasts as long as the most loaded bin. A step lasts as long as the slowest group.
 
     1. Sort samples by cost, and start from the fewest slots that the cap allows (`plan_slots`).
     2. A sample that costs more than the mean of what remains dominates its slot: other samples fill the slot's bins up
-       to its cost. Groups take dominated slots in turns (`_fill_dominated_slots`).
-    3. The remaining cost is spread over the other slots like water: every bin has a target (`_even_targets`).
+       to its cost. Dominated slots go to groups by list scheduling, the longest first (`_dominated_slots`).
+    3. The remaining cost is spread over the other slots like water: every bin has a target (`_targets`).
     4. Longest first: the least loaded group, there the bin furthest below its target that has room (`assign_lpt`).
     5. No bin stays empty where there are samples (`fill_empty_bins`); like loads share a slot (`_align_loads`).
-    6. Groups above the mean get lower targets, at most three times (`pack_by_targets`).
+    6. Groups above the mean get lower targets, at most three times (`equalize`).
     7. Small batches: moves and swaps that relieve the slowest group (`local_search.py`).
     8. Try the next number of slots, until two do not help or the plan is near the bound (`bound.py`).
-    9. Order the slots (`order_slots`).
+    9. Where several groups share expert work, search how much of it dominated slots may hold (`_search_expert_cap`).
+    10. Order the slots (`order_slots`).
 
 The objective only sets the size of sync groups (`step`: one rank). Ranks with pipeline stages have a file of their own,
 `pipeline_packing.py`. Numbers are integers and ties go to the lower index, so that every rank makes the same plan.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -36,6 +38,9 @@ GOOD_ENOUGH = 1024
 
 CORRECTIONS = 3
 """Times that targets are corrected."""
+
+_CAP_PARTS = 5
+"""Caps of expert work in dominated slots are tried in so many parts of what a packing loses."""
 
 _ROUNDS = 200
 """Rounds of the local search."""
@@ -193,12 +198,14 @@ def plan_slots(batch: Batch, *, num_slots: int | None = None) -> Plan:
             continue
         if best is not None and (tries_without_gain == 1 or _is_near_bound(batch, best.time, number)):
             break
-        packing = _searched(batch, _pack(batch, number))
+        packing = _pack(batch, number)
         max_tried = max(max_tried, packing.num_slots)
+        packing = _searched(batch, packing)
         tries_without_gain += 1
         if best is None or packing.time < best.time:
             best, tries_without_gain = packing, 0
     assert best is not None, "one number of slots is always tried"
+    best = _search_expert_cap(batch, best)
     microbatch_of = np.empty_like(order)
     microbatch_of[order] = order_slots(batch, best.bin_of, best.num_slots)
     return Plan(microbatch_of, np.ones((batch.num_ranks, best.num_slots), dtype=np.int64))
@@ -218,107 +225,172 @@ def _is_near_bound(batch: Batch, time: int, num_slots: int) -> bool:
 
 def _pack(batch: Batch, num_slots: int) -> _Packing:
     """A packing in this many slots, or in the smallest number above that the samples fit in."""
-    while (packing := pack_by_targets(batch, num_slots)) is None:
+    work = batch.min_work
+    while True:
+        # Fuller dominated slots may leave room where others leave none. Nearly full bins of a rank waste less room one
+        # after another than side by side.
+        for slope, expert_cap in ((0, work), (0, work + work // 8) if batch.sync_size > 1 else (2 * num_slots, work)):
+            packing = equalize(batch, num_slots, slope=slope, expert_cap=expert_cap)
+            if packing is not None:
+                return packing
         num_slots += batch.multiple * max(1, num_slots // (32 * batch.multiple))
-    return packing
 
 
 def _searched(batch: Batch, packing: _Packing) -> _Packing:
-    """The packing of a small batch after the local search, if that is faster."""
-    if batch.num_samples > _SEARCHED:
+    """The packing after the local search, if that is faster; a larger batch is searched only where the cap is tight."""
+    number = packing.num_slots
+    is_tight = batch.sync_size == 1 and batch.num_samples <= 4 * _SEARCHED
+    if batch.num_samples > _SEARCHED and (not is_tight or _is_near_bound(batch, packing.time, number)):
         return packing
-    search = LocalSearch(batch, packing.bin_of, packing.num_slots)
+    search = LocalSearch(batch, packing.bin_of, number)
     search.improve(_ROUNDS)
-    return replace(packing, bin_of=search.bin_of, time=search.time) if search.time < packing.time else packing
+    bin_of = _align_loads(batch, search.bin_of, number) if len(batch.costs) == 1 else search.bin_of
+    time = int(batch.slot_times(bin_of, number).sum(axis=1).max())
+    return replace(packing, bin_of=bin_of, time=time) if time < packing.time else packing
 
 
-def pack_by_targets(batch: Batch, num_slots: int) -> _Packing | None:
-    """The best of a packing and its corrections; None where a sample finds no room."""
-    width, num_bins = batch.sync_size, batch.num_ranks * num_slots
-    fixed, tops = _fill_dominated_slots(batch, num_slots)
-    bins = np.flatnonzero(tops.reshape(-1).repeat(width) == 0)
-    free, times, num_free = np.flatnonzero(fixed < 0), tops.sum(axis=1), (tops == 0).sum(axis=1)
-    rest, best = batch.take(free), None
-    for _ in range(1 + CORRECTIONS if width > 1 else 1):
-        slack = _even_targets(rest, times, num_free).repeat(num_free * width)
-        index = assign_samples(rest, slack[:, None] if width > 1 else slack.reshape(-1, num_slots))
+def _search_expert_cap(batch: Batch, best: _Packing) -> _Packing:
+    """The best packing with other caps of expert work, between the least work and the time of the slowest group."""
+    low, high = batch.min_work, best.time - best.num_slots * batch.per_microbatch
+    if not 1 < batch.num_groups < batch.num_ranks or high - low <= low >> 8:
+        return best
+    caps = (low + (high - low) * part // _CAP_PARTS for part in range(1, _CAP_PARTS))
+    packings = [equalize(batch, best.num_slots, slope=0, expert_cap=cap) for cap in caps]
+    searched = (_searched(batch, packing) for packing in packings if packing is not None)
+    return min([best, *searched], key=lambda packing: packing.time)
+
+
+def equalize(batch: Batch, num_slots: int, *, slope: int, expert_cap: int) -> _Packing | None:
+    """The best of a packing and its corrections; None where a sample finds no room.
+
+    `expert_cap`: time up to which dominated slots are filled with expert work. `slope`: see `_targets`.
+    """
+    fixed, bases, used = _dominated_slots(batch, num_slots, expert_cap=expert_cap)
+    free = np.flatnonzero(fixed < 0)
+    correction, best = np.zeros(batch.num_groups, dtype=np.int64), None
+    for _ in range(1 + CORRECTIONS if batch.sync_size > 1 else 1):
+        bins, slack = _targets(batch, free, num_slots, slope=slope, bases=bases + correction, used=used)
+        index = assign_samples(batch, free, slack)
         if (index < 0).any():
             break
         bin_of = fixed.copy()
         bin_of[free] = bins[index]
-        bin_of = _align_loads(batch, fill_empty_bins(bin_of, num_bins), num_slots)
-        ends = batch.slot_times(bin_of, num_slots).sum(axis=1)
-        mean, longest = int(ends.sum()) // ends.size, int(ends.max())
+        bin_of = _align_loads(batch, fill_empty_bins(bin_of, batch.num_ranks * num_slots), num_slots)
+        times = batch.slot_times(bin_of, num_slots).sum(axis=1)
+        mean, longest = int(times.sum()) // times.size, int(times.max())
         if best is None or longest < best.time:
             best = _Packing(bin_of, num_slots, longest)
         if longest == mean or mean >= best.time:
             break
-        times = times + ends - mean
+        correction += times - mean
     return best
 
 
-def _fill_dominated_slots(batch: Batch, num_slots: int) -> tuple[Ints, Ints]:
-    """The bin of each sample, -1 for those in no dominated slot; `[num_groups, num_slots]` time of a slot, else 0."""
-    width, num_groups, costs = batch.sync_size, batch.num_groups, batch.local_cost
-    bin_of, free, times = np.full(costs.size, -1, dtype=np.int64), np.arange(costs.size), list[int]()
-    slots = np.arange(num_groups * num_slots).reshape(num_slots, num_groups)
-    # Groups take slots in turns, from either end.
-    slots[1::2] = slots[1::2, ::-1]
-    slots = (slots % num_groups * num_slots + slots // num_groups).reshape(-1)
-    while width > 1 and free.size and len(times) < slots.size - 1:
-        tops = costs[free[::width]][: slots.size - len(times) - 1]
-        mean = int(costs[free].sum()) // (width * (slots.size - len(times)))
-        # Those far below the first one are compared with the mean of what it leaves.
-        tops = tops[(tops > mean) & (tops >= tops[0] - tops[0] // 4)]
-        if not tops.size:
+def _dominated_slots(batch: Batch, num_slots: int, *, expert_cap: int) -> tuple[Ints, Ints, Ints]:
+    """The bin of each sample, -1 for those in no dominated slot; of each group their time and their number."""
+    costs, weights, width, groups = (
+        batch.local_cost,
+        batch.weights.clip(1, batch.cap),
+        batch.sync_size,
+        batch.num_groups,
+    )
+    bin_of, free = np.full(costs.size, -1, dtype=np.int64), np.arange(costs.size)
+    times: list[int] = []
+    while width > 1 and free.size and len(times) < num_slots * groups - 1:
+        remaining = num_slots * groups - len(times)
+        tops = costs[free[::width]][: remaining - 1]
+        mean = int(costs[free].sum()) // (width * remaining)
+        count = int(((tops > mean) & (tops >= tops[0] - tops[0] // 4)).sum())
+        if not count:
             break
-        weights, room = batch.weights[free].clip(1, batch.cap), np.full(tops.size * width, batch.cap)
-        index = fill_capped(costs[free], weights, slack=tops.repeat(width), room=room)
-        chosen = slots[len(times) + index // width] * width + index % width
-        bin_of[free] = np.where(index < 0, -1, chosen)
-        times += tops.tolist()
+        tops = tops[:count]
+        index = fill_capped(
+            costs[free], weights[free], slack=tops.repeat(width), room=np.full(count * width, batch.cap)
+        )
+        if groups > 1 or batch.waiting.is_makespan:
+            # The cheapest samples whose expert work exceeds the cap go back.
+            chosen = np.flatnonzero(index >= 0)
+            chosen = chosen[np.argsort(index[chosen] // width, kind="stable")]
+            slot, work = index[chosen] // width, batch.expert_cost[free[chosen]]
+            totals, first = np.cumsum(work), slot.searchsorted(np.arange(count))
+            excess = -(-(totals - (totals[first] - work[first])[slot]) // width) > (expert_cap - tops)[slot]
+            excess[first] = False
+            index[chosen[excess]] = -1
+        ids = free[index >= 0]
+        bin_of[ids] = len(times) * width + index[index >= 0]
+        times += (tops + sums(batch.expert_cost[ids], bin_of[ids] // width - len(times), count) // width).tolist()
         free = free[index < 0]
-    grid = np.zeros((num_groups, num_slots), dtype=np.int64)
-    grid.reshape(-1)[slots[: len(times)]] = times
-    return bin_of, grid
+    bases, used = np.zeros((2, groups), dtype=np.int64)
+    new_slot = np.zeros(len(times) + 1, dtype=np.int64)
+    open_groups = [(0, group) for group in range(groups)]
+    for slot in np.argsort(-np.array(times, dtype=np.int64), kind="stable").tolist():
+        base, group = heappop(open_groups)
+        new_slot[slot] = group * num_slots + used[group]
+        bases[group] = base + times[slot]
+        used[group] += 1
+        if used[group] < num_slots:
+            heappush(open_groups, (int(bases[group]), group))
+    return np.where(bin_of < 0, -1, new_slot[bin_of // width] * width + bin_of % width), bases, used
 
 
-def _even_targets(rest: Batch, times: Ints, num_free: Ints) -> Ints:
-    """`[num_groups]` cost that bins of slots without a dominant sample are to reach, so that groups end together.
+def _targets(batch: Batch, free: Ints, num_slots: int, *, slope: int, bases: Ints, used: Ints) -> tuple[Ints, Ints]:
+    """The bins of slots that no sample dominates, and the cost that each is to reach, `[groups, bins]` to choose from.
 
-    `rest`: the samples in these slots. `times`: of the other slots of each group. `num_free`: the number of these.
+    Of single ranks the costliest is `1 + slope` times the cheapest. `free`: the samples that these bins hold.
     """
-    local, expert = int(rest.local_cost.sum()), int(rest.expert_cost.sum())
-    ascending, volume = np.sort(times[num_free > 0]), -(-(local + expert) // rest.sync_size)
+    local, expert = int(batch.local_cost[free].sum()), int(batch.expert_cost[free].sum())
+    if batch.sync_size == 1:
+        profile = 2 * num_slots + slope * (2 * num_slots - 1 - 2 * np.arange(num_slots))
+        slack = np.tile(-(-local // (batch.num_ranks * int(profile.sum()))) * profile, (batch.num_ranks, 1))
+        return np.arange(slack.size), slack
+    ascending = np.sort(bases[used < num_slots])
+    volume = -(-(local + expert) // batch.sync_size)
     level = int((-(-(np.cumsum(ascending) + volume) // np.arange(1, ascending.size + 1))).min(initial=INT_MAX))
     # Of a slot's time, what is no expert work is the cost of its bins.
-    gaps: list[int] = (level - times).clip(0).tolist()
-    return np.array([gap * local // max(local + expert, 1) for gap in gaps]) // np.maximum(num_free, 1)
+    gaps: list[int] = (level - bases).clip(0).tolist()
+    targets = np.array([gap * local // max(local + expert, 1) for gap in gaps]) // np.maximum(num_slots - used, 1)
+    slot, group = np.nonzero(np.arange(num_slots)[:, None] >= used)
+    bins = ((group * num_slots + slot)[:, None] * batch.sync_size + np.arange(batch.sync_size)).reshape(-1)
+    return bins, targets[group].repeat(batch.sync_size)[:, None]
 
 
-def assign_samples(batch: Batch, slack: Ints) -> Ints:
-    """`assign_lpt` for the samples of a batch, up to one without room: over-long ones first, which close their bins."""
+def assign_samples(batch: Batch, ids: Ints, slack: Ints) -> Ints:
+    """`assign_lpt` for samples of a batch, up to one without room: over-long ones first, which close their bins."""
     room = np.full(slack.shape, batch.cap, dtype=np.int64)
-    loads = -slack[:, 0] if slack.shape[1] == 1 else np.zeros(len(slack), dtype=np.int64)
-    costs, weights, over = batch.local_cost, batch.weights.clip(max=batch.cap), batch.weights > batch.cap
-    # Where bins are chosen first, a bin is as loaded as it is near its target.
-    added = costs + batch.expert_cost if batch.sync_size == 1 or slack.shape[1] > 1 else costs
-    bin_of = np.full(batch.num_samples, -1, dtype=np.int64)
-    for ids in (np.flatnonzero(over), np.flatnonzero(~over)):
-        bin_of[ids] = assign_lpt(
-            costs[ids], weights[ids], slack=slack, room=room, loads=loads, added=added[ids], stops=True
-        )
-        room.reshape(-1)[bin_of[over & (bin_of >= 0)]] = -1
+    loads = -slack.max(axis=1) if slack.shape[1] == 1 else np.zeros(len(slack), dtype=np.int64)
+    bin_of = np.empty(ids.size, dtype=np.int64)
+    over = batch.weights[ids] > batch.cap
+    for part in (np.flatnonzero(over), np.flatnonzero(~over)) if over.any() else (np.arange(ids.size),):
+        costs = batch.local_cost[ids[part]]
+        # Where bins are chosen first, a bin is as loaded as it is near its target.
+        added = costs + batch.expert_cost[ids[part]] if batch.sync_size == 1 or slack.shape[1] > 1 else costs
+        weights = batch.weights[ids[part]].clip(max=batch.cap)
+        bin_of[part] = assign_lpt(costs, weights, slack=slack, room=room, loads=loads, added=added, stops=True)
+        if over.any():
+            room.reshape(-1)[bin_of[over & (bin_of >= 0)]] = -1
     return bin_of
 
 
 def _align_loads(batch: Batch, bin_of: Ints, num_slots: int) -> Ints:
-    """Bins of each sync group sorted by load and cut into slots again, so that similar loads share a slot."""
+    """Bins of each sync group sorted by load and cut into slots again, so that similar loads share a slot.
+
+    Where several expert-parallel groups meet, each may get some of all loads, if that makes the slot shorter.
+    """
     if batch.sync_size == 1:
         return bin_of
     loads = sums(batch.costs.sum(axis=0), bin_of, batch.num_ranks * num_slots).reshape(batch.num_groups, -1)
     position = np.argsort(np.argsort(-loads, axis=1, kind="stable"), axis=1, kind="stable")
-    return position.reshape(-1)[bin_of] + bin_of // loads.shape[1] * loads.shape[1]
+    first = bin_of // loads.shape[1] * loads.shape[1]
+    by_load = position.reshape(-1)[bin_of] + first
+    if not 1 < batch.ep_dp_size < batch.sync_size:
+        return by_load
+    num_ep_groups = batch.sync_size // batch.ep_dp_size
+    slot, column = np.divmod(by_load - first, batch.sync_size)
+    down, across = np.divmod(column, num_ep_groups)
+    across = np.where(down % 2 == 0, across, num_ep_groups - 1 - across)
+    zigzag = slot * batch.sync_size + across * batch.ep_dp_size + down + first
+    shorter = batch.slot_times(zigzag, num_slots) < batch.slot_times(by_load, num_slots)
+    return np.where(shorter.reshape(-1)[by_load // batch.sync_size], zigzag, by_load)
 
 
 def order_slots(batch: Batch, bin_of: Ints, num_slots: int) -> Ints:

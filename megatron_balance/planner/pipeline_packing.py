@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_balance.planner.level_packing import Batch, Plan, assign_samples, order_slots, pack_by_targets
+from megatron_balance.planner.level_packing import Batch, Plan, assign_samples, equalize, order_slots
 from megatron_balance.planner.list_scheduling import fill_empty_bins
 from megatron_balance.planner.local_search import LocalSearch
 from megatron_balance.planner.problem import Ints
@@ -110,16 +110,21 @@ def _mountain(number: int, slope: int) -> Ints:
 def _starts(batch: Batch, num_slots: int) -> Iterator[Ints]:
     """Ways to begin, `(group * num_slots + slot) * sync_size + column` of each sample; none where one finds no room.
 
-    Where ranks meet, also slots of like samples as without stages, the longest in the middle.
+    Bins that are equally far below their targets come group by group, so that the costliest samples share a group, or
+    in turns. Where ranks meet, also slots of like samples as without stages, the longest in the middle, for two caps of
+    expert work.
     """
+    bins = np.arange(batch.num_ranks * num_slots).reshape(batch.num_groups, -1)
     for profile in profiles(batch, num_slots):
         targets = profile * (int(batch.local_cost.sum()) // (batch.num_ranks * int(profile.sum())) + 1)
         targets = np.tile(targets.repeat(batch.sync_size), batch.num_groups)
-        bin_of = assign_samples(batch, targets[:, None])
-        if (bin_of >= 0).all():
-            yield fill_empty_bins(bin_of, targets.size)
-    if batch.sync_size > 1:
-        packing = pack_by_targets(batch, num_slots)
+        for order in (bins.reshape(-1), bins.T.reshape(-1))[: batch.num_groups]:
+            index = assign_samples(batch, np.arange(batch.num_samples), targets[order, None])
+            if (index >= 0).all():
+                yield fill_empty_bins(order[index], bins.size)
+    highest = int(batch.local_cost.max(initial=0))
+    for expert_cap in (highest + highest // 4, batch.min_work) if batch.sync_size > 1 else ():
+        packing = equalize(batch, num_slots, slope=0, expert_cap=expert_cap)
         if packing is not None:
             rank, slot = np.divmod(order_slots(batch, packing.bin_of, num_slots), num_slots)
             group, column = np.divmod(rank, batch.sync_size)
