@@ -10,15 +10,17 @@ position among the items.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_balance.runtime.failure import Failure, attempt
 from megatron_balance.runtime.process import close_on_undo
+
+Result = TypeVar("Result")
 
 
 def pull(iterator: Iterator[Any], num_items: int) -> list[Any]:
@@ -79,3 +81,17 @@ def step_thread() -> ThreadPoolExecutor:
     thread = ThreadPoolExecutor(1, "megatron_balance", initializer=begin)
     close_on_undo(thread.shutdown)
     return thread
+
+
+def submit(thread: ThreadPoolExecutor, job: Callable[[], Result]) -> Future[Result]:
+    """Queue a job. On a GPU its stream follows what is on the caller's now, which may still compute the items."""
+    if not torch.cuda.is_available():
+        return thread.submit(job)
+    event = torch.cuda.Event()
+    event.record()
+
+    def follow() -> Result:
+        torch.cuda.current_stream().wait_event(event)
+        return job()
+
+    return thread.submit(follow)

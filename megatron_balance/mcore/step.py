@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron_balance.errors import BalanceError
 from megatron_balance.hooking import patched_attrs
 from megatron_balance.mcore.autotune import Autotuner
-from megatron_balance.mcore.lookahead import PullAhead, pull, step_thread
+from megatron_balance.mcore.lookahead import PullAhead, pull, step_thread, submit
 from megatron_balance.mcore.microbatch import CpGroups, RunningStep
 from megatron_balance.mcore.prepare import BalancedStep, StepBuilder, StepTotals, pack
 from megatron_balance.mcore.setup.layout import Layout
@@ -279,7 +279,7 @@ class StepPrefetcher:
             except BalanceError:
                 return None  # on every data-parallel rank: `balance` makes the step again, and raises if that fails too
 
-        self._prepared = self.thread.submit(work)
+        self._prepared = submit(self.thread, work)
 
     def _make(self, data_iterator: Iterator[Any], *, num_microbatches: int) -> BalancedStep:
         """The step, from the thread or made now."""

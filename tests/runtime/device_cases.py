@@ -33,10 +33,10 @@ class Device:
 
         class Event:
             def __init__(self, enable_timing=False):
-                assert enable_timing
+                self.timing = enable_timing
 
             def record(self, *_):
-                device.note("event")
+                device.note("event" if self.timing else "mark")
 
             def query(self):
                 return True
@@ -47,12 +47,17 @@ class Device:
             def synchronize(self):
                 device.note("wait")
 
+        class Stream:
+            def wait_event(self, event):
+                device.note("follow")
+
         torch.cuda.is_available = lambda: True
         torch.cuda.get_device_name = lambda *_: "a double"
         torch.cuda.get_device_properties = lambda *_: SimpleNamespace(total_memory=2**36)
         torch.cuda.current_device = lambda: DEVICE
         torch.cuda.set_device = lambda index: device.note(f"device {index}")
-        torch.cuda.Stream = object
+        torch.cuda.Stream = Stream
+        torch.cuda.current_stream = lambda *_: Stream()
         torch.cuda.set_stream = lambda stream: device.note("stream")
         torch.cuda.synchronize = lambda *_: device.note("wait")
         torch.cuda.Event = Event
