@@ -1,4 +1,4 @@
-"""Fits a cost model to the seconds of a recorded run, and reads and writes it as seconds.json.
+"""Fits the coefficients of a cost model to measured seconds, and keeps them in the file seconds.json.
 
     seconds = per_microbatch + linear*ΣL + Σ max(attention(L), cp_exchange*received(L))
 

@@ -1,4 +1,4 @@
-"""Rows of a data set: samples of named distributions, and the rows that stock Megatron makes of samples.
+"""Draws samples of named distributions, and makes of samples the rows that stock Megatron makes.
 
 Documents are those of GPTDataset, padded and packed rows those of SFTDataset, samples those of a loop of your own. The
 filler of a row counts as part of its last sequence, as in `cu_seqlens` of SFTDataset, and costs attention.

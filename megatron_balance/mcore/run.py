@@ -1,6 +1,6 @@
-"""Makes and holds the balanced run of a process.
+"""Builds the balanced run of a process once all ranks agree on it, and keeps it for the hooks.
 
-`build_run` makes it where all ranks agree on flags; hooks use `current`.
+`build_run` builds it, `current` is where hooks find it.
 
 Invariants: ranks agree before any makes a process group, those of stock runs too; an error in the flags or files of one
 rank is raised on every rank of the world; every rank makes all groups in the same order.

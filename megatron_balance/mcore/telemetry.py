@@ -96,6 +96,7 @@ class Telemetry:
             )
             self.use(settings)
         atexit.register(self._close)
+        close_on_undo(lambda: atexit.unregister(self._close))
         close_on_undo(self._close)
 
     def begin(self, step: BalancedStep, *, iteration: int) -> None:

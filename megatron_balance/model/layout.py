@@ -1,4 +1,4 @@
-"""Which layers run in which model chunk of a pipeline, as Megatron splits them.
+"""Splits the layers of a model among pipeline stages and their chunks, as Megatron does.
 
 A stage holds `vpp_size` chunks; micro-batches pass chunk 0 of every stage, then chunk 1, and so on, so that chunk i in
 this order is on stage `i % pp_size`. The embedding is on the first one and costs nothing here; the output layer, once

@@ -1,4 +1,4 @@
-"""Assigns every sample of a global batch to a rank and a micro-batch.
+"""Checks the arguments of a global batch, and makes its plan by the search that they ask for.
 
     1. arguments are checked, lengths padded for context and sequence parallelism
     2. the objective is chosen from the topology, unless it is given

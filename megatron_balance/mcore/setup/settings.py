@@ -1,4 +1,4 @@
-"""Reads the settings of a balanced run from Megatron's options and the balance flags."""
+"""Translates Megatron's options and the balance flags into the settings of a balanced run."""
 
 from __future__ import annotations
 
